@@ -1,4 +1,4 @@
-"""From N producers to N consumers on one host: EARL, and the copy that is its limit.
+"""Dispatch from N producers to N consumers on one host: EARL, and the copy that is its limit.
 
 python -m benchmarks.dispatch_local [--quick] [--workers N] [--json FILE] [--markdown FILE]
 

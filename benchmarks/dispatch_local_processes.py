@@ -128,7 +128,7 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """From when the first began to when the last ended."""
+        """Seconds from when the first began to when the last ended."""
         return self.end - self.start
 
 

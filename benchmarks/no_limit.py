@@ -140,7 +140,7 @@ def best_cut(tried: Sequence[Finished]) -> Arm | None:
 
 
 def _shown(found: Sequence[Finished]) -> list[Finished]:
-    """Without the cuts that were tried and were not the best."""
+    """Leave out the cuts that were tried and were not the best."""
     best = best_cut([run for run in found if run.arm.cut_at and run.seed == 0])
     return [run for run in found if not run.arm.cut_at or run.arm == best]
 

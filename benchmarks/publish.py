@@ -97,7 +97,7 @@ async def _with_engine(engine: Engine, action: Callable[[], Awaitable[Any]]) -> 
 
 
 def _publish_in_ranks(size: ModelSize, name: str, shared: str, rounds: int) -> list[float]:
-    """In each rank: the seconds of each publication."""
+    """Return, in each rank, the seconds of each publication."""
     mesh = connected(MESHES[name])
     model = parallelize(even_llama(size), mesh).model
     pool = SegmentPool(Path(shared), sys.maxsize)

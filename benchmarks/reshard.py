@@ -238,7 +238,7 @@ def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _measure(size: ModelSize, rounds: int, scratch: str) -> list[dict[str, Any]]:
-    """In each rank: the walk, `rounds` times; one row a hop."""
+    """Make the walk in each rank, `rounds` times; one row a hop."""
     learner = _Learner(size, HOPS[WALK[0]])
     before = learner.checksum()
     rows = [

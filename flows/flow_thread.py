@@ -19,7 +19,7 @@ from flows import server
 from flows.server_access import ServerWatch
 
 STOP_SECONDS = 60.0
-"""For the workers of a flow that is stopped to end."""
+"""Seconds for the workers of a flow that is stopped to end."""
 
 _POLL_SECONDS = 0.2
 

@@ -21,7 +21,7 @@ _PREPARATIONS = {
 _UNITS = ("episodes", "samples", "steps", "MB")
 
 FIRST_SECONDS = 2.0
-"""From when on work that goes on is told of."""
+"""Seconds from when on work that goes on is told of."""
 EVERY_SECONDS = 10.0
 """Most seconds for which a log of work that goes on is silent."""
 

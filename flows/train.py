@@ -75,7 +75,8 @@ async def train(
 
 
 async def _train(settings: RunConfig) -> dict[str, Any]:
-    """On the hosts that there are; when they change, on the others, from what is finished."""
+    """Train on the hosts that there are; when they change, on the others, from the last finished
+    state."""
     changes: Counter[int] = Counter()
     changed: HostsChanged | None = None
     while True:

@@ -243,7 +243,7 @@ class Profiler:
 
 
 def describe(point: Point) -> str:
-    """Such as `rollout TP 1 x 2, 1,024 tokens x 16 sequences`."""
+    """Describe a point, such as `rollout TP 1 x 2, 1,024 tokens x 16 sequences`."""
     what = "sequences" if point.candidate.stage == "rollout" else "samples"
     candidate = point.candidate._replace(max_running_requests=0)
     return (

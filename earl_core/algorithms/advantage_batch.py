@@ -1,4 +1,4 @@
-"""From the rewards of a batch of episodes to the advantages of its trained tokens.
+"""Advantages of the trained tokens of a batch, computed from the rewards of its episodes.
 
 Each rank calls :func:`batch_moments` on its episodes, all merge the moments in one order, and each
 calls :func:`token_advantages` on its episodes, which hold every group whole. One rank that has all

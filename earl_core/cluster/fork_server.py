@@ -210,7 +210,8 @@ _guard = threading.Lock()
 
 
 def fork_server() -> ForkServer:
-    """This process's server, started when there is none. Returns before its imports are done."""
+    """Return this process's server, started when there is none. Returns before its imports are
+    done."""
     global _server
     with _guard:
         if _server is None or not _server.alive:
@@ -303,7 +304,8 @@ def _reap(codes: dict[int, int]) -> None:
 def _become_supervisor(
     request: dict[str, Any], descriptors: list[int], controller: Process | None
 ) -> None:
-    """In the forked process: what `exec` would have done, then the supervisor until its end."""
+    """Do, in the forked process, what `exec` would have done, then run the supervisor until its
+    end."""
     from earl_core.cluster import supervisor
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -72,7 +72,7 @@ class RankProcess(Protocol):
         ...
 
     def end(self, pid: int | None) -> None:
-        """After the supervisor is gone: end the rank (`pid`, if known) and all that it started."""
+        """End the rank (`pid`, if known) and all that it started, once the supervisor is gone."""
         ...
 
     def close(self) -> None:

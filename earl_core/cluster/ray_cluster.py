@@ -68,7 +68,7 @@ _END_SECONDS = 5.0
 _IN_FLIGHT = 16
 """Messages on their way to a host before the sender waits for the first of them."""
 _MORE_SECONDS = 10.0
-"""For more hosts than a run needs: one that has just died may still be listed."""
+"""Seconds to wait for more hosts than a run needs: one that just died may still be listed."""
 
 
 class _Daemon(HostDaemon):
@@ -91,7 +91,7 @@ class _Daemon(HostDaemon):
 
 
 def _reason(error: RayError) -> str:
-    """In the words of the field; Ray's own have addresses and actors' numbers."""
+    """Put Ray's error into the words of the field; its own have addresses and actors' numbers."""
     if isinstance(error, ActorUnavailableError):
         return "its connection broke"
     if isinstance(error, ActorDiedError):
@@ -166,7 +166,8 @@ class RayHost:
         self.give_back()
 
     def give_back(self) -> None:
-        """Nobody is to use it any more; its threads end, and with its daemon the last of them."""
+        """Let nobody use the host any more; its threads end, and with its daemon the last of
+        them."""
         self.lost = self.lost or f"host {self.name} was given back"
         self._ended.set()
         self._streams.end_all()

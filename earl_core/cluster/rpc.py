@@ -93,7 +93,7 @@ class Exchange:
                     self.on_progress(payload)
 
     def give_up(self) -> None:
-        """After `run` was left early: ask the ranks to return, or end them. Leaves no call open."""
+        """Ask the ranks to return, or end them, after `run` was left early. Leaves no call open."""
         monitor, cancel = self.monitor, encode({"kind": "cancel", "id": self.call_id})
 
         def settled() -> bool:

@@ -87,7 +87,7 @@ class Streams:
                 self._write((number, name))
 
     def end_all(self) -> None:
-        """No more bytes come for any rank."""
+        """End the streams of all ranks: no more bytes come."""
         with self._changed:
             for end in (each for ends in self._ends.values() for each in ends.values()):
                 with suppress(OSError):

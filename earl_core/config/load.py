@@ -1,4 +1,4 @@
-"""From a YAML file and `--set a.b=c` overrides to a `RunConfig` whose references lead somewhere."""
+"""Make a `RunConfig` whose references lead somewhere of a YAML file and `--set a.b=c` overrides."""
 
 from __future__ import annotations
 

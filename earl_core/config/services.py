@@ -1,4 +1,5 @@
-"""Around the stages: processes of the experience, shared memory, checkpoints, tracking, waits."""
+"""Settings around the stages: processes of the experience, shared memory, checkpoints, tracking,
+waits."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def with_network(hardware: Hardware, fetch_bandwidth: float) -> Hardware:
-    """With what was measured of shards; 0: it was not. Collectives are as fast, unless GPUs have a
-    network beside TCP: then what is assumed of it stays."""
+    """Enter the measured bandwidth of shards; 0: it was not measured. Collectives are as fast,
+    unless GPUs have a network beside TCP: then what is assumed of it stays."""
     found = {"fetch_bandwidth": fetch_bandwidth}
     if fetch_bandwidth and not (hardware.gpus and _RDMA.is_dir() and any(_RDMA.iterdir())):
         found["network_bandwidth"] = fetch_bandwidth

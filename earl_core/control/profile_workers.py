@@ -78,7 +78,7 @@ class ProfileWorkers:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Around what leaves no group behind when it fails."""
+        """Enclose work, and leave no group behind when it fails."""
         try:
             yield
         except BaseException as error:

@@ -204,7 +204,8 @@ def merged(done: list[Played]) -> RolloutStats:
 
 
 def deal(items: range, count: int) -> list[range]:
-    """At most `count` contiguous parts without empty ones; their sizes differ by one at most."""
+    """Divide into at most `count` contiguous parts without empty ones; their sizes differ by one at
+    most."""
     total, start = len(items), items.start
     edges = [start + total * number // count for number in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(edges) if b > a]

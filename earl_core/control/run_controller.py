@@ -319,13 +319,13 @@ def _ending(controller: RunController, failure: BaseException | None) -> tuple[s
 
 
 def find_controller(run_directory: str | Path) -> RunController | None:
-    """This process's open controller on the run, if any."""
+    """Return this process's open controller on the run, if any."""
     found = find(str(Path(run_directory).resolve()))
     return found if isinstance(found, RunController) else None
 
 
 def controller_of(run_directory: str | Path) -> RunController:
-    """This process's open controller on the run."""
+    """Return this process's open controller on the run."""
     controller = find_controller(run_directory)
     if controller is None:
         raise RuntimeError(

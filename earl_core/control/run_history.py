@@ -19,7 +19,7 @@ class RunHistory:
         self._inherited = len(self._seen)
 
     def add(self, seen: Observation) -> None:
-        """On disk when this returns."""
+        """Add an observation, which is on disk when this returns."""
         with self._lock:
             self._run.observations.append(seen.model_dump(mode="json"))
             self._seen.append(seen)

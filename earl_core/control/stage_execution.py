@@ -154,8 +154,8 @@ class StageWatch:
 
     @contextmanager
     def fitting(self, load: Load | None = None) -> Iterator[None]:
-        """Around the stage's work: what shows that it is infeasible is written down and raised as
-        `StageInfeasible`; all else passes.
+        """Enclose the stage's work: an error that shows that it is infeasible is written down and
+        raised as `StageInfeasible`; all else passes.
 
         Under a policy that does not move the stage, running out of memory is an error like others,
         unless a GPU's token budget is open.
@@ -189,8 +189,8 @@ class StageWatch:
 
     @contextmanager
     def timing_switch(self) -> Iterator[None]:
-        """Around what brings the stage's group into its stage deployment: writes down what that
-        took, if processes were started or live ones exchanged their state."""
+        """Time the work that brings the stage's group into its stage deployment, and write the
+        seconds down, if processes were started or live ones exchanged their state."""
         groups, started = self._controller.groups, time.perf_counter()
         before = groups.live(self._stage)
         old = before.deployment if before is not None else None
@@ -307,7 +307,7 @@ _counting = threading.Lock()
 
 @contextmanager
 def surviving(controller: RunController, iteration: int, stage: str) -> Iterator[None]:
-    """Around a stage's work: raises `RanksLost` for lost ranks while the iteration has repeats
+    """Enclose a stage's work: raises `RanksLost` for lost ranks while the iteration has repeats
     left (`deadlines.repeats`), `HostsChanged` where their host is lost; all else passes, and so
     does a loss once there are none."""
     try:

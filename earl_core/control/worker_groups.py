@@ -57,8 +57,8 @@ def preload_ranks(hosts: Sequence[Host] = ()) -> None:
 _IN_ITS_PLACE = "earl_core.cluster.placed_rank:build"
 
 _GRACE_SECONDS = 30.0
-"""For a clean end: vLLM takes up to 20 s on a busy machine, and leaves entries in shared memory
-when it is cut short."""
+"""Seconds for a clean end: vLLM takes up to 20 s on a busy machine, and leaves entries in shared
+memory when it is cut short."""
 
 Member = tuple[str, int]
 """A worker group: the role, and which of its groups, counted from 0."""

@@ -125,7 +125,8 @@ def spread(
 
 
 def _own(given: Assignment, hosts: Sequence[HostResources], host: int) -> Assignment:
-    """Not the cores of another part of the same machine."""
+    """Give the assignment the cores of its own part where hosts are parts of one machine and it has
+    none."""
     return given if given.cores or len(hosts) == 1 else replace(given, cores=hosts[host].cores)
 
 

@@ -30,7 +30,7 @@ class ModelShape(Settings):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
-        """From the mapping in a Hugging Face `config.json`.
+        """Make the shape of the mapping in a Hugging Face `config.json`.
 
         Raises `ValueError` when a number is missing or no model has it.
         """

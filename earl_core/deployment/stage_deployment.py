@@ -23,7 +23,7 @@ Checkpointing = Literal["none", "selective", "full"]
 matrix products and attention; its input alone. The rest is computed again."""
 
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
-"""From the fastest to the smallest."""
+"""The kinds of checkpointing, from the fastest to the smallest."""
 
 
 def _checkpointing(stored: Any) -> Any:
@@ -103,7 +103,7 @@ class StageDeployment(NamedTuple):
 
     @property
     def label(self) -> str:
-        """In a few words, for tables and reasons."""
+        """The deployment in a few words, for tables and reasons."""
         words = [f"TP {self.tensor_parallel}"]
         words += [f"CP {self.context_parallel}"] if self.context_parallel > 1 else []
         words += [f"shard {self.shard}"] if self.shard > 1 else []

@@ -127,7 +127,7 @@ _PLAY = (
     "rollout.stop",
     "rollout.dtype",
 )
-"""Whatever is played, for training or to evaluate."""
+"""Settings of whatever is played, for training or to evaluate."""
 
 _SCORED = (
     "reward.functions",

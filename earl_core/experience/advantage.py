@@ -203,7 +203,7 @@ class _Part:
         )
 
     def scattered(self, values: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """By row, the trained positions and their part of the tokens' values, in time."""
+        """Return, by row, the trained positions and their part of the tokens' values, in time."""
         in_rows = np.empty_like(values)
         in_rows[self.order] = values
         cuts = np.cumsum([len(at) for at in self.trained])[:-1]

@@ -47,7 +47,8 @@ class GroupReturns(BaseModel):
 
 
 def group_returns(batch: Batch, rewarded: Rows) -> dict[str, GroupReturns]:
-    """By the labels of the environments. rewarded: as of `reward_rows`; groups are whole."""
+    """Compute the returns of groups by the labels of the environments. rewarded: as of
+    `reward_rows`; groups are whole."""
     rows = np.searchsorted(batch.rows, np.asarray(rewarded.numbers["sample_id"]))
     _, first = np.unique(batch.scalars("episode_id")[rows], return_index=True)
     rewards = np.asarray(rewarded.numbers["reward"])[first].tolist()

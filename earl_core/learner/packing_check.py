@@ -118,7 +118,7 @@ def _refusal(model: PreTrainedModel, error: Exception, *, attended: bool) -> Con
 
 
 def _unattended(model: PreTrainedModel) -> ConfigError:
-    """No layer has called `earl_varlen`."""
+    """Make the refusal of a model in which no layer has called `earl_varlen`."""
     name = type(model).__name__
     if not _calls_interface(model):
         return without_interface(name)
@@ -139,7 +139,7 @@ def _calls_interface(model: PreTrainedModel) -> bool:
 
 
 def _carrying(model: PreTrainedModel) -> str:
-    """In words: the layers that do more than attend, as far as the configuration names them."""
+    """Name the layers that do more than attend, as far as the configuration names them."""
     kinds = sorted(set(getattr(_text_config(model), "layer_types", None) or ()) - _ATTENDING)
     return f"its layers of type {', '.join(kinds)}" if kinds else ""
 

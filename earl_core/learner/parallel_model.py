@@ -62,7 +62,7 @@ class ParallelModel:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Around forward and backward passes; `rest` at the end.
+        """Enclose forward and backward passes; call `rest` at the end.
 
         FSDP2 does not by itself forget a pass that an error cut off, such as memory that ran out:
         the next passes would lose gradients and say nothing. Torch before 2.13 cannot forget it,

@@ -33,7 +33,7 @@ Ask = Callable[..., Any]
 
 
 class StoreCommands:
-    """On one host."""
+    """Commands on the store of one host."""
 
     def __init__(self, store: ShardStore) -> None:
         self._store = store
@@ -112,7 +112,7 @@ class StoreCommands:
 
 
 class HostStore(StoreCommands):
-    """On a host where the controller is not.
+    """The store of a host where the controller is not.
 
     config: a dumped `RunConfig`. address: where the range server listens.
     """
@@ -132,7 +132,7 @@ class HostStore(StoreCommands):
 
 
 class HostStores:
-    """On all hosts of a run. here: the controller's own."""
+    """The stores on all hosts of a run. here: the controller's own."""
 
     def __init__(self, here: ShardStore) -> None:
         self._here = StoreCommands(here)

@@ -21,7 +21,7 @@ from earl_core.system.files import make_directory, sync, write_atomic
 from earl_core.tensors.errors import CheckpointError
 
 INITIAL = -1
-"""In place of an iteration: before the first one."""
+"""Number in place of an iteration's: before the first one."""
 
 logger = logging.getLogger(__name__)
 

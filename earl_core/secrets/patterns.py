@@ -135,7 +135,7 @@ _HEADERS = (
     (_HEADER, ("authorization", "x-api-key", "bearer", "basic")),
     (_COOKIE, ("cookie",)),
 )
-"""With the words without one of which there is none."""
+"""Patterns of headers, each with the words without one of which there is none."""
 _NAMED = re.compile(
     r"(?:^|(?<=[\s\"',;{(\[\\]))-{0,2}([A-Za-z_][\w.-]*)\\?[\"']?( ?[:=] *)"
     r"(?:\\?\"([^\"\\\n]{3,})|\\?'([^'\\\n]{3,})|([^\s\"',;]{3,}))",

@@ -24,7 +24,7 @@ class OwnGroup(NamedTuple):
 
 
 def own_groups(root: Path, controller: str) -> list[OwnGroup]:
-    """This process's group in each hierarchy of a controller, such as `memory`."""
+    """Return this process's group in each hierarchy of a controller, such as `memory`."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         memberships = (root / "proc/self/cgroup").read_text().splitlines()

@@ -85,7 +85,7 @@ def services_directory(runs_directory: str | Path) -> Path:
 
 
 def read_services(runs_directory: str | Path) -> dict[str, Service]:
-    """By name; empty where no file is, or one that this user has not written."""
+    """Read the services by name; empty where no file is, or one that this user has not written."""
     try:
         with open_file(services_directory(runs_directory) / _FILE) as stream:
             if not _is_private(stream.fileno()):

@@ -34,8 +34,8 @@ class NotWritten(EarlError, OSError):
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Around what writes a file: raises `NotWritten`, which is an `OSError` of the same number,
-    with its name and what to do, where the system has refused it for its own reasons."""
+    """Enclose work that writes a file: raises `NotWritten`, which is an `OSError` of the same
+    number, with its name and the remedy, where the system has refused it for its own reasons."""
     try:
         yield
     except OSError as error:

@@ -164,7 +164,7 @@ def _box_of_cut(tensor: DTensor) -> Box:
 
 
 def boxes_of_all(slices: Sequence[Slice], names: Sequence[str], ranks: Ranks) -> list[list[Box]]:
-    """For each name in order, the box of each rank. Collective; a rank may lack some names.
+    """Return, for each name in order, the box of each rank. Collective; a rank may lack some names.
 
     `names` must be equal on all ranks. A lacking tensor gives a box without elements.
     """
@@ -192,7 +192,8 @@ def _box_of_row(row: list[int]) -> Box:
 
 
 def shares(boxes: Sequence[Box]) -> list[Box]:
-    """For each rank the part of its box that it speaks for; together they are all boxes, once.
+    """Return, for each rank, the part of its box that it speaks for; together they are all boxes,
+    once.
 
     boxes: of one tensor, by rank. Ranks that hold the same box split it evenly.
     """

@@ -1,4 +1,4 @@
-"""From played turns to samples, from samples to the rows of a shard; and the seeds of their draws.
+"""Samples made of played turns, and rows of a shard made of samples; and the seeds of their draws.
 
 Every random draw of a run is keyed by what it is for, never by what ran before it.
 """

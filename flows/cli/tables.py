@@ -52,7 +52,7 @@ def rows_table(rows: Sequence[Row], styles: Mapping[str, str] | None = None) -> 
 
 
 def duration(seconds: float) -> str:
-    """Such as `45 s`, `3 min 05 s` or `2 h 10 min`."""
+    """Write a duration, such as `45 s`, `3 min 05 s` or `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

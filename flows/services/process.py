@@ -20,7 +20,8 @@ from flows.server_access import opener
 
 _PAUSE_SECONDS = 0.1
 END_SECONDS = 20.0
-"""From SIGTERM to SIGKILL: what a flow's ranks and hosts need to end, and time to spare."""
+"""Seconds from SIGTERM to SIGKILL: the time that a flow's ranks and hosts need to end, and time to
+spare."""
 
 
 class ServiceFailed(EarlError):

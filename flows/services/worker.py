@@ -17,10 +17,10 @@ from flows.server_access import Access
 from flows.services.process import spawn
 
 _QUERY_SECONDS = 2
-"""Between two looks for flow runs that are due."""
+"""Seconds between two looks for flow runs that are due."""
 
 _CANCEL_SECONDS = 3
-"""Between two looks for flow runs to cancel, where the server's events do not arrive."""
+"""Seconds between two looks for flow runs to cancel, where the server's events do not arrive."""
 
 STOP_FLOWS_SECONDS = 40.0
 _FLOW_RUN = b"PREFECT__FLOW_RUN_ID="

@@ -165,6 +165,6 @@ class Connection:
         self._socket.close()
 
     def forget(self) -> None:
-        """In a forked child: close its copy, and leave the parent's connection alone."""
+        """Close this copy in a forked child, and leave the parent's connection alone."""
         with contextlib.suppress(OSError):
             os.close(self._socket.detach())

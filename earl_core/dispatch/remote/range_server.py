@@ -126,7 +126,7 @@ class RangeServer:
             thread.start()
 
     def _make_room(self) -> None:
-        """For one more stranger: those who keep silent must not keep others out."""
+        """Make room for one more stranger: those who keep silent must not keep others out."""
         if len(self._strangers) < self.limits.max_strangers:
             return
         ((most, _),) = Counter(self._strangers.values()).most_common(1)

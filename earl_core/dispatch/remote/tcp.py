@@ -175,7 +175,7 @@ class TcpTransport:
 
 
 class _Slots:
-    """For requests in flight, of all hosts of a read together.
+    """Slots for requests in flight, of all hosts of a read together.
 
     A free one goes to the host that has fewest requests in flight, then to the one that has most
     left to ask for: so that as many hosts as possible send at a time, and all end together.

@@ -67,7 +67,8 @@ class PageLock:
             return self._runtime is not None
 
     def release(self) -> None:
-        """Before the memory is unmapped. In a forked child nothing happens: the lock is not its."""
+        """Release the lock before the memory is unmapped. In a forked child nothing happens: the
+        lock is not its."""
         with self._changing:
             runtime, self._runtime = self._runtime, None
             if runtime is not None and self._pid == os.getpid():

@@ -214,7 +214,8 @@ class WritableMappings:
             each.close()
 
     def forget_parent(self) -> None:
-        """In a forked child: its own cache, without the lock that a thread may have held."""
+        """Start, in a forked child, a cache of its own, without the lock that a thread may have
+        held."""
         self._lock = threading.Lock()
         self._idle = OrderedDict()
 

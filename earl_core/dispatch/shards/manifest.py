@@ -84,7 +84,7 @@ class ShardEntry(_Record):
         pattern=r"^([0-9a-f]{16})?$", description="xxh3_64 of the block table; empty while pending"
     )
     _pending: Future[str] | None = PrivateAttr(default=None)
-    """In the process that wrote the shard: the checksum that is being computed."""
+    """The checksum that is being computed, in the process that wrote the shard."""
 
     @property
     def row_lengths(self) -> tuple[int, ...]:

@@ -209,7 +209,8 @@ class Proof:
 
     @classmethod
     def of(cls, entry: ShardEntry) -> Proof:
-        """From a manifest's entry. Raises `ManifestError` while the checksum is pending."""
+        """Make the proof of a manifest's entry. Raises `ManifestError` while the checksum is
+        pending."""
         if not entry.checksum:
             raise ManifestError(
                 f"the shard {entry.file} has no checksum yet, so its bytes cannot be proved to "
@@ -301,7 +302,8 @@ def _table_checksum(memory: memoryview, table: Span) -> str:
 
 
 _threads: dict[int, ThreadPoolExecutor] = {}
-"""By process, because a forked child has none of its parent's threads."""
+"""Threads that compute checksums, by process, because a forked child has none of its parent's
+threads."""
 
 
 def in_background(job: Callable[[], str]) -> Future[str]:

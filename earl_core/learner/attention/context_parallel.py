@@ -141,7 +141,8 @@ class PackExchange:
 
 
 def _collective(name: str, before: str) -> Callable[..., object]:
-    """By its name since torch 2.13 or the one before, of which torch then warns."""
+    """Return torch's collective, by its name since torch 2.13 or the one before, of which torch
+    then warns."""
     found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
     return found
 

@@ -1,4 +1,4 @@
-"""From samples to packed microbatches that share prefixes: pure functions over numpy arrays.
+"""Packing of samples into microbatches that share prefixes: pure functions over numpy arrays.
 
 A microbatch is a flat sequence of whole samples. Nothing is padded and nothing is truncated: a
 sample, or an episode that must stay whole, that exceeds the budget gets a microbatch of its own.

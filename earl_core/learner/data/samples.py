@@ -1,4 +1,4 @@
-"""Between shards and training samples: each rank's rows, as views into shared memory; minibatches.
+"""Training samples from shards: each rank's rows, as views into shared memory; minibatches.
 
 Every rank makes the same plan from the manifests and reads its own rows from it, and only the
 columns it needs. Ranks of one replica (context x tensor) read the same rows, whole: tensor ranks
@@ -182,9 +182,8 @@ def training_samples(
 
 
 def _current_tokens(batch: Batch, policy_version: int) -> list[np.ndarray] | None:
-    """For each row uint8 [L], 1 in the turns that this policy alone has answered; None when that
-    is every turn.
-    """
+    """Mark the tokens of each row, uint8 [L], with 1 in the turns that this policy alone has
+    answered; None when that is every turn."""
     answered = []
     for row in range(len(batch)):
         first, last = (batch.row(name, row) for name in _VERSIONS[1:])

@@ -44,7 +44,7 @@ ALONE = StageDeployment("update")
 """One rank."""
 
 _TIMEOUT = timedelta(minutes=30)
-"""After that long a collective that others have left waiting fails."""
+"""Time after which a collective that others have left waiting fails."""
 
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -221,7 +221,8 @@ def _process_state(ranks: int) -> tuple[torch.device, int]:
 
 
 def _mesh_of_one(device: torch.device) -> DeviceMesh:
-    """For what wants a mesh where nobody is to be reached: its group connects to nothing."""
+    """Make a mesh for code that wants one where nobody is to be reached: its group connects to
+    nothing."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -29,7 +29,7 @@ _KINDS = frozenset(
 """Endings of files that are neither weights nor for people."""
 _INDEX = ".index.json"
 _LARGEST = 1 << 28
-"""No vocabulary is larger; weights in a format of their own are."""
+"""Largest file that is copied. No vocabulary is larger; weights in a format of their own are."""
 _TEMPLATE = "chat_template.jinja"
 _OTHERS = (_CONFIG, "run.json", "state.json")
 """Files that mark a folder as another model's, a run's or a training state's."""

@@ -166,7 +166,7 @@ class VllmEngine(BaseEngine):
         self._admission.limit(None if whole else self._limit)
 
     def finish(self, sequence_ids: Collection[int]) -> None:
-        """Nothing to do: vLLM evicts the blocks that were used longest ago when it needs room."""
+        """Do nothing: vLLM evicts the blocks that were used longest ago when it needs room."""
 
     async def load_weights(self, manifest: WeightsManifest) -> None:
         """Replace the weights in vLLM's workers while no request runs, as `Engine` wants."""

@@ -27,7 +27,7 @@ from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.trajectory.samples import Sample, anchor_of, derive_seed
 
 _RENDERED = "rendered by the client"
-"""In the place of the tools of a branch."""
+"""Mark in the place of the tools of a branch."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ class StageSwitch(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Such as `update: TP 1, microbatch 8192 -> 4096, checkpointing: <reason>`.
+        """The switch in words, such as `update: TP 1, microbatch 8192 -> 4096, checkpointing:
+        <reason>`.
 
         The degree of tensor parallelism is always named, everything else only where it differs.
         """

@@ -32,7 +32,7 @@ from earl_core.selector.profile.observations import training_rate
 Policy = Callable[[SelectionInput], DeploymentPlan]
 
 Rows = dict[str, list[Prediction]]
-"""By stage."""
+"""Predictions by stage."""
 
 Combination = dict[str, Prediction]
 """One for each stage."""
@@ -347,4 +347,4 @@ POLICIES: dict[str, Policy] = {
     "average_context": average_context,
     "live_tokens": live_tokens,
 }
-"""By the name in `selector.policy`."""
+"""Policies by the name in `selector.policy`."""

@@ -174,8 +174,8 @@ class Predictor:
         return model(self._filled(candidate, load), load.longest, needs).total
 
     def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
-        """With no more tokens in a microbatch than a rank has of a minibatch: a budget that is
-        never filled takes no memory until contexts have grown to fill it."""
+        """Limit a microbatch to the tokens that a rank has of a minibatch: a budget that is never
+        filled takes no memory until contexts have grown to fill it."""
         steps = 1 if STAGES[candidate.stage].scores else self.given.update.minibatches
         share = math.ceil(load.episodes * load.context / (steps * candidate.data_parallel))
         asked = candidate.max_tokens_per_microbatch

@@ -80,7 +80,7 @@ def _move(old: StageDeployment, new: StageDeployment) -> str:
 
 
 def tokens(count: float) -> str:
-    """Such as `812` or `31K`, in units of 1,024."""
+    """Write a number of tokens, such as `812` or `31K`, in units of 1,024."""
     return f"{count:.0f}" if count < 1024 else f"{count / 1024:.0f}K"
 
 

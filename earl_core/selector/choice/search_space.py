@@ -41,7 +41,7 @@ def offers(predictor: Predictor, stage: str) -> Offers:
 
 
 def with_fitting_microbatch(given: SelectionInput) -> SelectionInput:
-    """With a token budget of the update where the run file leaves it open: on GPUs the most that
+    """Set the token budget of the update where the run file leaves it open: on GPUs the most that
     fits the configured stage deployment."""
     if given.update.max_tokens_per_microbatch is not None:
         return given

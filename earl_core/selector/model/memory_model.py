@@ -84,7 +84,8 @@ class MemoryModel:
         return max(1.0, fraction * self.device.memory_bytes - reserved)
 
     def short_of(self, peak: float, budget: float, reserved: float) -> str:
-        """Such as `needs 3.0 GiB, but only 2.0 GiB are available on a device`."""
+        """Describe the lack of memory, such as `needs 3.0 GiB, but only 2.0 GiB are available on a
+        device`."""
         text = f"needs {gib(peak)}, but only {gib(budget)} are available on a device"
         return text + (f" ({gib(reserved)} are libraries' and others')" if reserved else "")
 
@@ -375,5 +376,5 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int, value: int = 2) -> float:
 
 
 def gib(size: float) -> str:
-    """Such as `12.3 GiB`, or `700 MiB` where that says more."""
+    """Write a number of bytes, such as `12.3 GiB`, or `700 MiB` where that says more."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

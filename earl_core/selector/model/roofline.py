@@ -123,9 +123,9 @@ class Roofline:
         return together / self.decode_step(tensor, threads, together, context)
 
     def waves(self, offered: float, fits: float) -> float:
-        """In how many waves the sequences run where so many fit: between a stream, in which others
-        always fill the gaps, and whole waves. Lengths differ, so that waves blur: half a wave is
-        lost when there are many."""
+        """Count the waves in which the sequences run where so many fit: between a stream, in which
+        others always fill the gaps, and whole waves. Lengths differ, so that waves blur: half a
+        wave is lost when there are many."""
         waves = max(1.0, offered / fits)
         return waves + 0.5 * (1 - 1 / waves)
 

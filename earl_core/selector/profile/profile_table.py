@@ -127,7 +127,7 @@ class ProfileTable(Settings):
     seconds: float = Field(default=0.0, ge=0)
 
     def observe(self, point: ProfilePoint, half_life: float) -> ProfileTable:
-        """With one more measurement.
+        """Return the table with one more measurement.
 
         The bucket's older weight halves every `half_life` iterations. A load that has worked after
         all is no longer forbidden, and the other way round.

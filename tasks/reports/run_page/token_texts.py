@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 UNFINISHED = "\ufffd"
-"""In the piece of a token that is a part of a character."""
+"""Character in the piece of a token that is a part of a character."""
 
 _LONGEST = 8
 """Tokens that one character of text may take, with room to spare."""
