@@ -41,7 +41,7 @@ from tools.harness import stdout_for_results
 
 
 class Side(Protocol):
-    """What is measured."""
+    """A program whose rollout is measured."""
 
     async def start(self) -> None: ...
     async def measure(self, command: dict[str, Any]) -> dict[str, Any]: ...

@@ -1,4 +1,4 @@
-"""What this machine knows of its Prefect flow runs: who runs each, and how it ended.
+"""This machine's notes on its Prefect flow runs: the process that runs each, and how it ended.
 
 A note is written before a flow does anything and removed once the server has the final state. One
 that is left says what the server should have been told. A flow run that was killed before it had a
@@ -20,7 +20,7 @@ from earl_core.system.files import write_atomic
 from earl_core.system.processes import ProcessId
 
 TAG = "earl"
-"""Of every flow run of ours; prefect.yaml gives it to what deployments start."""
+"""Tag of every flow run of ours; prefect.yaml gives it to the flow runs that deployments start."""
 
 _OWNER = "earl-process:"
 _RUNS = "earl-runs:"
@@ -42,12 +42,12 @@ class Note:
 
     @property
     def here(self) -> bool:
-        """Whether its process is, or was, one of this host."""
+        """True when its process is, or was, one of this host."""
         return self.host == socket.gethostname()
 
     @property
     def alive(self) -> bool:
-        """Whether its process still runs."""
+        """True while its process still runs."""
         process = ProcessId.parse(self.process)
         return process is not None and process.alive()
 
@@ -76,7 +76,8 @@ def note_from_tags(flow_run: str, tags: list[str]) -> Note | None:
 
 
 def labels_of(tags: Iterable[str]) -> dict[str, str]:
-    """Those of a flow run's tags that are none for people, as labels, which pages do not show."""
+    """Return those of a flow run's tags that are none for people, as labels, which pages do not
+    show."""
     marks = [tag for tag in tags if tag.startswith((_OWNER, _RUNS))]
     return {name: value for name, _, value in (mark.partition(":") for mark in marks)}
 
@@ -89,7 +90,7 @@ def marks_of(found: Mapping[str, Any]) -> list[str]:
 
 
 def of_other_runs(tags: list[str], runs_directory: str | Path) -> bool:
-    """Whether the notes about a flow run lie in another runs directory."""
+    """Tell whether the notes about a flow run lie in another runs directory."""
     marks = [tag.removeprefix(_RUNS) for tag in tags if tag.startswith(_RUNS)]
     return bool(marks) and _mark(runs_directory) not in marks
 

@@ -98,7 +98,8 @@ def renew_runs(access: Access, runs_directory: str | Path, timeout: float = 10.0
 
 
 def try_to_renew_runs(access: Access, runs_directory: str | Path) -> None:
-    """As `renew_runs`, quickly; the forms of a server that cannot be asked now stay as they are."""
+    """Renew the runs as `renew_runs` does, quickly; the forms of a server that cannot be asked now
+    stay as they are."""
     try:
         renew_runs(access, runs_directory, _QUICK_SECONDS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

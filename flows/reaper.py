@@ -78,7 +78,7 @@ def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0)
 
 
 def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: float) -> bool:
-    """Give the flow run of a note its state; whether it had another. What is settled is removed."""
+    """Give the flow run of a note its state; whether it had another. A settled note is removed."""
     age = flow_ledger.age(runs_directory, note)
     if note.alive and note.outcome is not None and age < _UNOWNED_SECONDS:
         return False  # Prefect is about to tell the server itself
@@ -110,12 +110,14 @@ def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: flo
 
 
 def _killed(state: str) -> str:
-    """How a flow in this state ended whose process was killed; its worker kills, too."""
+    """Return the final state of a flow in this state whose process was killed; its worker kills,
+    too."""
     return "CANCELLED" if state in ("CANCELLING", "CANCELLED") else "CRASHED"
 
 
 def _verdict(note: Note, state: str) -> str:
-    """How a flow ended whose process was killed: its run directory may say that it was done."""
+    """Return the final state of a flow whose process was killed: its run directory may say that it
+    was done."""
     if not note.run:
         return _killed(state)
     # Every command imports this module, and this takes longer than the rest together.
@@ -130,7 +132,8 @@ def _verdict(note: Note, state: str) -> str:
 
 
 def _retried(flow_run: dict[str, Any]) -> bool:
-    """Whether the process that a flow run's labels name is that of an attempt before this one."""
+    """Tell whether the process that a flow run's labels name is that of an attempt before this
+    one."""
     return int(flow_run["run_count"]) > (0 if flow_run["state_type"] in _WAITING else 1)
 
 
@@ -146,7 +149,8 @@ def _set(access: Access, flow_run: str, wanted: str, timeout: float) -> None:
 
 
 def try_to_reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0) -> None:
-    """As `reconcile`; a server that cannot be asked now is asked the next time."""
+    """Correct the states as `reconcile` does; a server that cannot be asked now is asked the next
+    time."""
     try:
         for flow_run in reconcile(access, runs_directory, timeout):
             logger.info("corrected the state of flow run %s", flow_run)

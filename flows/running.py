@@ -1,4 +1,4 @@
-"""What every flow does around its work: notes for the server's sake, and an open run."""
+"""The part that every flow does around its work: notes for the server's sake, and an open run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _noted: dict[str, tuple[str, Note]] = {}
 
 _pace = Pace()
 _loggers: list[Any] = []
-"""Of the flow runs of this process that go on."""
+"""Loggers of the flow runs of this process that go on."""
 
 _stopped: list[str] = []
 """The outcome of what this process was told to stop, once it was."""
@@ -69,7 +69,7 @@ def set_listener(listener: Callable[[str, int, dict[str, Any]], None] | None) ->
 
 
 def heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
-    """What work says while it goes on: lines of the Prefect run's log, and the display's."""
+    """Report an event of work that goes on: to the Prefect run's log, and to the display."""
     _pace.heard(stage, iteration, event)
     told = (event.get(key) for key in ("switched", "repeated", "chosen", "say", "still"))
     text = next(filter(None, told), None)
@@ -117,14 +117,14 @@ def stop_flows(outcome: str = "CANCELLED") -> None:
 
 
 def stopping() -> bool:
-    """Whether the flows of this process were told to stop."""
+    """Tell whether the flows of this process were told to stop."""
     return bool(_stopped)
 
 
 def run_flow(flow: Flow[Any, Any], runs_directory: str | Path, **parameters: Any) -> Any:
     """Run a flow to its end, made with the tags by which it is found if it is killed early.
 
-    What an earlier flow of this process was told does not stop this one.
+    A stop of an earlier flow of this process does not stop this one.
     """
     _stopped.clear()
     with tags(*flow_ledger.owner_tags(runs_directory)):
@@ -266,7 +266,8 @@ async def controller_on(run: str) -> AsyncIterator[RunController]:
 
 
 def hosts_changed(controller: RunController, error: BaseException) -> HostsChanged | None:
-    """What a stage raises while a host is lost is the loss's doing."""
+    """Return the loss of a host as the cause of an error that a stage raises meanwhile; None where
+    no host is lost."""
     if isinstance(error, HostsChanged):
         return error
     return controller.lost_hosts() if isinstance(error, Exception) else None

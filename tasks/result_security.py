@@ -1,4 +1,5 @@
-"""What a Prefect server may hand to this process: no results, and nothing that would be unpickled.
+"""Limits on what a Prefect server may hand to this process: no results, and nothing that would be
+unpickled.
 
 A state may name a result: where it is stored and how it is to be read. Prefect reads it with the
 serializer that the stored bytes name, pickle among them, and from any storage that the server
@@ -39,7 +40,7 @@ from earl_core.system.files import is_regular
 from earl_core.system.listeners import owners_of
 
 SERIALIZER = JSONSerializer(object_decoder=None)
-"""How results are written: as JSON. Prefect's own decoder would import the classes it names."""
+"""Serializer of results: JSON. Prefect's own decoder would import the classes it names."""
 
 _STATES = frozenset(state.value for state in StateType)
 _directories: set[Path] = set()
@@ -49,7 +50,7 @@ _RESULT = re.compile("[0-9a-f]{64}")
 
 
 def result_directory(run: Path) -> Path:
-    """Where the results of a run's tasks are stored; from now on they may be read there."""
+    """Return the directory of the results of a run's tasks; from now on they may be read there."""
     directory = run.resolve() / "prefect_results"
     _directories.add(directory)
     return directory

@@ -1,4 +1,4 @@
-"""What a worker group is to those who use one."""
+"""The interface of a worker group."""
 
 from __future__ import annotations
 

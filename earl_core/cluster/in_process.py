@@ -29,8 +29,8 @@ _building = threading.Lock()
 
 
 class InProcessGroup:
-    """See `Group`. Its event loop turns during calls only, and the environment of the process is
-    left alone but for the number of threads that torch takes."""
+    """A `Group` of one rank in this process. Its event loop turns during calls only, and the
+    environment of the process is left alone but for the number of threads that torch takes."""
 
     def __init__(
         self,
@@ -53,27 +53,27 @@ class InProcessGroup:
 
     @property
     def alive(self) -> bool:
-        """See `Group`."""
+        """True while the target is built, as `Group` wants."""
         return self._deployment is not None
 
     @property
     def deployment(self) -> Json | None:
-        """See `Group`."""
+        """Deployment that the target was built for; None while the group is not alive."""
         return self._deployment
 
     @property
     def pids(self) -> list[int]:
-        """See `WorkerGroup`."""
+        """This process while the group is alive, as `WorkerGroup` lists its ranks."""
         return [os.getpid()] if self.alive else []
 
     @property
     def silent_loss(self) -> str:
-        """See `Group`."""
+        """Always empty, because nothing is lost between the calls of one process."""
         return ""
 
     @property
     def memory(self) -> list[MemoryUse]:
-        """See `Group`; of a process that is all roles' nothing is said."""
+        """One entry without numbers, because the process is that of all roles."""
         return [MemoryUse()]
 
     def start(
@@ -83,7 +83,8 @@ class InProcessGroup:
         world_size: int = 1,
         hosts: Sequence[Host] | None = None,
     ) -> None:
-        """See `Group`. Raises `ValueError` for several ranks: they need processes."""
+        """Build the target in this process, as `Group` starts its ranks. Raises `ValueError` for
+        several ranks: they need processes."""
         if world_size != 1:
             raise ValueError(f"{world_size} ranks of {self.role} need processes of their own")
         with self._turn:
@@ -109,7 +110,7 @@ class InProcessGroup:
             self._deployment = deployment
 
     def stop(self, grace_seconds: float = 10.0) -> None:
-        """See `Group`."""
+        """Close the target and its event loop, as `Group` ends its ranks."""
         with self._turn:
             target, self._target, self._deployment = self._target, None, None
             loop, self._loop = self._loop, None
@@ -137,7 +138,8 @@ class InProcessGroup:
         abort: threading.Event | None = None,
         **arguments: Any,
     ) -> list[Any]:
-        """See `Group`."""
+        """Call the method of the target here, with arguments as they would cross a wire, as `Group`
+        calls its ranks."""
         where = Where(self.role, 0, method, stage, iteration)
         message = _crossed({"arguments": arguments})
         with self._turn:
@@ -164,7 +166,7 @@ class InProcessGroup:
     def reshard(
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
     ) -> list[Any]:
-        """See `Group`."""
+        """Call the target's `reshard`, as `Group` does; a target that raises is stopped."""
         where: Json = {
             "stage": stage,
             "iteration": iteration,
@@ -192,7 +194,7 @@ class InProcessGroup:
 
 
 def _crossed(message: dict[str, Any]) -> dict[str, Any]:
-    """As the other end of a wire would get it. Raises `WireError`."""
+    """Return the message as the other end of a wire would get it. Raises `WireError`."""
     (received,) = FrameBuffer().feed(encode(message))
     return received
 

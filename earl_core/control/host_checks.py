@@ -1,4 +1,4 @@
-"""Whether the hosts of a run agree on what they must have in common, asked before it begins."""
+"""Check, before a run begins, that its hosts agree on what they must have in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _LEAST_SHARED_MEMORY = 1 << 30
 
 
 class Disagreement(NamedTuple):
-    """Of a host with this one. blocks: whether a run would fail, or compute something else."""
+    """A difference between a host and this one. blocks: true when a run would fail, or compute
+    something else."""
 
     host: str
     problem: str
@@ -38,7 +39,7 @@ def check_agreement(config: RunConfig, hosts: Sequence[Host]) -> None:
 
 
 def disagreements(config: RunConfig, hosts: Sequence[Host]) -> list[Disagreement]:
-    """Of all hosts with the one that this process runs on; asked side by side."""
+    """Compare all hosts with the one that this process runs on; asked side by side."""
     asks = {host.name: ask for host in hosts if (ask := host.keep(_VIEW)) is not None}
     if not asks:
         return []

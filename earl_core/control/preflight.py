@@ -1,4 +1,4 @@
-"""What is checked of a start before its run directory is opened, and so bound to a configuration.
+"""Checks of a start before its run directory is opened, and so bound to a configuration.
 
 Code of the user's, and of packages that bring environments, runs in a process of its own.
 """

@@ -50,7 +50,7 @@ HOST_STORE = "earl_core.run.remote_stores:HostStore"
 """Holds a run's shards on another host."""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-"""How a run ended, in the tracker's words."""
+"""The end of a run, in the tracker's words."""
 
 
 class HostsChanged(EarlError):
@@ -63,7 +63,7 @@ class HostsChanged(EarlError):
 
 
 class RunTracker(Protocol):
-    """What shows the run to people elsewhere; it returns at once and never raises."""
+    """Display of the run to people elsewhere; it returns at once and never raises."""
 
     def changed(self) -> None:
         """The run directory has something new to show."""
@@ -319,13 +319,13 @@ def _ending(controller: RunController, failure: BaseException | None) -> tuple[s
 
 
 def find_controller(run_directory: str | Path) -> RunController | None:
-    """This process's open controller on the run, if any."""
+    """Return this process's open controller on the run, if any."""
     found = find(str(Path(run_directory).resolve()))
     return found if isinstance(found, RunController) else None
 
 
 def controller_of(run_directory: str | Path) -> RunController:
-    """This process's open controller on the run."""
+    """Return this process's open controller on the run."""
     controller = find_controller(run_directory)
     if controller is None:
         raise RuntimeError(
@@ -357,7 +357,7 @@ def live(name: str, thing: Live) -> Iterator[None]:
 
 
 def find(name: str) -> Live | None:
-    """What this process has open under a name."""
+    """Return the live object that this process has open under a name; None without one."""
     return _live.get(name)
 
 

@@ -28,7 +28,8 @@ from earl_core.pretrained.huggingface import (
 
 @dataclass(frozen=True)
 class PackedTensors:
-    """What the model needs of a `PackedMicrobatch`, on the model's device; T and T' as there."""
+    """The tensors that the model needs of a `PackedMicrobatch`, on the model's device; T and T' as
+    there."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
@@ -145,7 +146,8 @@ class Scoring(nn.Module):
         temperature: float,
         entropy: EntropyMode,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `logprobs_of_trained`. states: [T, hidden], of all positions."""
+        """Score the trained tokens as `logprobs_of_trained` does. states: [T, hidden], of all
+        positions."""
         score = HeadScore(
             temperature,
             entropy,
@@ -168,7 +170,7 @@ class PolicyModule(nn.Module):
     def forward(
         self, packed: PackedTensors, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `logprobs_of_trained`."""
+        """Run the decoder and score the trained tokens as `logprobs_of_trained` does."""
         output = decoder_of(self.causal_lm)(
             input_ids=packed.tokens[None],
             position_ids=packed.position_ids[None],

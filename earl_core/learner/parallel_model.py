@@ -62,11 +62,11 @@ class ParallelModel:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Around forward and backward passes; `rest` at the end.
+        """Enclose forward and backward passes; call `rest` at the end.
 
-        What an error cuts off, such as memory that ran out, FSDP2 does not forget by itself: the
-        next passes would lose gradients and say nothing. Torch before 2.13 cannot forget it, and
-        the model refuses to compute from then on.
+        FSDP2 does not by itself forget a pass that an error cut off, such as memory that ran out:
+        the next passes would lose gradients and say nothing. Torch before 2.13 cannot forget it,
+        and the model refuses to compute from then on.
         """
         try:
             yield

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rows:
-    """Which tokens of a pack a call takes: `count` that follow `start`, or those at `places`.
+    """The tokens of a pack that a call takes: `count` that follow `start`, or those at `places`.
 
     places: int64 [count]; None where the tokens lie in order.
     """
@@ -43,9 +43,8 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tens
 
 
 def deal(states: torch.Tensor, users: Sequence[Rows]) -> tuple[torch.Tensor, ...]:
-    """What each user takes of the states [tokens, ...]; a token may go to several, or several times
-    to one.
-    """
+    """Give each user its rows of the states [tokens, ...]; a token may go to several, or several
+    times to one."""
     if len(users) == 1 and users[0].places is None:
         # The gradient of a part is a copy, that of the whole is not.
         whole = users[0].count == len(states)

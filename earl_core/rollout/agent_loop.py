@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 _NAMED_FAILURES = 3
 RETRIES = 2
-"""Of an episode that was lost by infrastructure."""
+"""Retries of an episode that was lost by infrastructure."""
 
 
 class Environments(Protocol):
-    """What the loop wants of an `EnvironmentPool`, whose methods these are."""
+    """The methods of an `EnvironmentPool` that the loop uses."""
 
     @property
     def tools(self) -> list[dict[str, Any]]: ...
@@ -269,7 +269,7 @@ class _Loop:
 
 
 def live_slots(settings: PlaySettings, episodes: int) -> asyncio.Semaphore:
-    """As many as episodes may be in play at the same time."""
+    """Make as many slots as episodes may be in play at the same time."""
     return asyncio.Semaphore(settings.max_live_episodes or episodes or 1)
 
 

@@ -1,4 +1,4 @@
-"""From configuration and deployment to an engine and a chat tokenizer; imports them when called."""
+"""Make an engine and a chat tokenizer by configuration and deployment; imports them when called."""
 
 from __future__ import annotations
 

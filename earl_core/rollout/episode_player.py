@@ -182,7 +182,7 @@ class EpisodePlayer:
 
     @property
     def begins_new_sample(self) -> bool:
-        """Whether the next request does not extend the tokens before it."""
+        """True when the next request does not extend the tokens before it."""
         return self._new_sample and self._turn > 0
 
     def _check_overflow(self, tokens: int) -> None:

@@ -314,7 +314,8 @@ class RolloutWorker(RunWorker):
     async def measure(
         self, context: int, requests: int, generated: int, seconds: float
     ) -> dict[str, float]:
-        """How fast the engine decodes synthetic sequences; see `measure.measure_decoding`."""
+        """Measure the decoding of synthetic sequences, as `measure_decoding.measure_decoding`
+        does."""
         engine, load = self._ready()[0], SyntheticLoad(context, requests, generated, seconds)
         try:
             return await measure_decoding(engine, self._config, load, self._context.cancelled)

@@ -159,7 +159,7 @@ class RunDirectory:
 
     @property
     def attempt(self) -> int:
-        """How many times the run was started, this time included."""
+        """Number of times the run was started, this time included."""
         return int(self.record["attempts"])
 
     def update_record(self, **values: Any) -> None:
@@ -179,11 +179,11 @@ class RunDirectory:
     # Sealed stages
 
     def stage_path(self, iteration: int, stage: str) -> Path:
-        """Where the sealed manifest of a stage lies."""
+        """Return the path of a stage's sealed manifest."""
         return sealed_path(self.path, iteration, stage)
 
     def episodes_path(self, iteration: int) -> Path:
-        """Where the kept episodes of an iteration lie."""
+        """Return the path of an iteration's kept episodes."""
         return self.stage_path(iteration, "episodes").with_suffix(".parquet")
 
     def seal(self, manifest: Manifest) -> Manifest:
@@ -374,8 +374,8 @@ class RunDirectory:
 
 
 def _played(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What is played; weights and time limits may change. One environment has no label, and counts
-    its prompts otherwise than a mixture of one."""
+    """Return the settings that decide what is played; weights and time limits may change. One
+    environment has no label, and counts its prompts otherwise than a mixture of one."""
     played = (settings["environment"], *settings["environments"])
     names = ("label", "name", "agent", "options")
     return [{name: each[name] for name in names if name in each} for each in played if each]

@@ -33,18 +33,18 @@ Ask = Callable[..., Any]
 
 
 class StoreCommands:
-    """On one host."""
+    """Commands on the store of one host."""
 
     def __init__(self, store: ShardStore) -> None:
         self._store = store
 
     @property
     def directory(self) -> Path:
-        """Where the store lies."""
+        """Directory of the store."""
         return self._store.directory
 
     def adopt(self, files: list[str]) -> None:
-        """See `ShardStore.adopt`."""
+        """Keep these files and remove the others, as `ShardStore.adopt` does."""
         self._store.adopt(set(files))
 
     def room(self) -> dict[str, int | None]:
@@ -55,7 +55,7 @@ class StoreCommands:
         return {"weights": weights, "size": file_system_bytes(self._store.directory)}
 
     def problem(self, entry: dict[str, Any], checksum: bool) -> str:
-        """Why a shard cannot be read; empty when it can."""
+        """Return the reason why a shard cannot be read; empty when it can."""
         try:
             self._store.verify(ShardEntry.model_validate(entry), checksum)
         except ManifestError as error:
@@ -63,7 +63,7 @@ class StoreCommands:
         return ""
 
     def release(self, entry: dict[str, Any]) -> bool:
-        """See `ShardStore.release`."""
+        """Release the shard in the store, as `ShardStore.release` does."""
         return self._store.release(ShardEntry.model_validate(entry))
 
     def table(self, entry: ShardEntry) -> pa.Table:
@@ -79,7 +79,7 @@ class StoreCommands:
             feather.write_feather(table, stream, compression="zstd")
 
     def has(self, name: str, size: int) -> bool:
-        """Whether a sealed file of this size lies in the store."""
+        """Tell whether a sealed file of this size lies in the store."""
         path = self._store.directory / name
         return path.is_file() and path.stat().st_size == size
 
@@ -90,11 +90,12 @@ class StoreCommands:
                 self._store.pool.release(path)
 
     def publish_probe(self) -> dict[str, Any]:
-        """See `bandwidth.publish_probe`."""
+        """Publish a shard in the store for others to fetch, and return its entry as a mapping."""
         return publish_probe(self._store).model_dump(mode="json")
 
     def fetch_probe(self, entry: dict[str, Any], address: str, port: int, token: str) -> float:
-        """See `bandwidth.fetch_probe`."""
+        """Return the bytes/s at which a probe comes from another host, as `bandwidth.fetch_probe`
+        does."""
         return fetch_probe(ShardEntry.model_validate(entry), (address, port), token)
 
     def used_bytes(self) -> int:
@@ -111,7 +112,7 @@ class StoreCommands:
 
 
 class HostStore(StoreCommands):
-    """On a host where the controller is not.
+    """The store of a host where the controller is not.
 
     config: a dumped `RunConfig`. address: where the range server listens.
     """
@@ -131,7 +132,7 @@ class HostStore(StoreCommands):
 
 
 class HostStores:
-    """On all hosts of a run. here: the controller's own."""
+    """The stores on all hosts of a run. here: the controller's own."""
 
     def __init__(self, here: ShardStore) -> None:
         self._here = StoreCommands(here)
@@ -156,7 +157,8 @@ class HostStores:
             path.unlink(missing_ok=True)
 
     def verify(self, entry: ShardEntry, checksum: bool) -> None:
-        """See `ShardStore.verify`; a shard of a host that is lost is gone."""
+        """Verify the shard on its host, as `ShardStore.verify` does; a shard of a host that is lost
+        is gone."""
         try:
             problem = self._ask(entry.host, "problem", entry.model_dump(mode="json"), checksum)
         except ConnectionError as error:
@@ -165,7 +167,8 @@ class HostStores:
             raise ManifestError(problem)
 
     def release(self, entry: ShardEntry) -> bool:
-        """See `ShardStore.release`."""
+        """Release the shard on its host, as `ShardStore.release` does; true where the host is
+        lost."""
         with suppress(ConnectionError):
             return bool(self._ask(entry.host, "release", entry.model_dump(mode="json")))
         return True
@@ -196,11 +199,11 @@ class HostStores:
                 self._ask(host, "release", entry)
 
     def have(self, name: str, size: int) -> bool:
-        """Whether every host has a sealed file of this size."""
+        """Tell whether every host has a sealed file of this size."""
         return all(self._every("has", name, size))
 
     def room(self) -> Room | None:
-        """Of the host that has least for weights; None where none has a limit."""
+        """Return the room of the host that has least for weights; None where none has a limit."""
         found = [
             Room(self._here.directory, each["weights"], each["size"])
             for each in self._every("room")
@@ -213,7 +216,7 @@ class HostStores:
         self._every("release_others", pattern, sorted(kept))
 
     def used_bytes(self) -> int:
-        """Of all hosts together."""
+        """Add up the used bytes of all hosts."""
         return sum(self._every("used_bytes"))
 
     def trim(self) -> None:
@@ -229,7 +232,7 @@ class HostStores:
         return ask(method, *arguments) if ask else getattr(self._here, method)(*arguments)
 
     def _every(self, method: str, *arguments: Any) -> list[Any]:
-        """Of all hosts that are not lost."""
+        """Call the method on all hosts that are not lost."""
         found = [getattr(self._here, method)(*arguments)]
         for ask in self._away.values():
             with suppress(ConnectionError):

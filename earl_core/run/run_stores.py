@@ -41,7 +41,7 @@ def run_store(run_directory: str | Path, config: RunConfig) -> ShardStore:
 
 
 def run_spill(run_directory: str | Path, config: RunConfig) -> Spiller | None:
-    """Where copies of the run's shards go; None when they live in memory only."""
+    """Return the spiller that copies the run's shards; None when they live in memory only."""
     if config.dispatch.spill_url is None:
         return None
     uid = read_uid(run_directory)
@@ -111,7 +111,7 @@ def sweep(root: Path) -> list[Path]:
 def sweep_unneeded(root: Path, dispatch: DispatchConfig) -> list[Path]:
     """Remove stores that no run will need; returns them. Open a run before, so that its own stays.
 
-    Those of finished and deleted runs go, then those of stopped runs older than
+    Stores of finished and deleted runs go, then those of stopped runs older than
     `dispatch.retain_hours`, then the oldest until the rest have `dispatch.retain_bytes` together.
     """
     idle = [state for state in list_stores(root) if not state.live]
@@ -180,7 +180,7 @@ def _state(directory: Path, mark: StoreMark) -> StoreState:
 
 
 def _finished(run_directory: Path, device: int | None, uid: str) -> bool:
-    """Whether the run ended or was deleted, or another lies in its place now."""
+    """Tell whether the run ended or was deleted, or another lies in its place now."""
     try:
         record = read_record(run_directory)
         return bool(record.get("finished")) or record.get("uid") != uid

@@ -91,7 +91,8 @@ def _find(name: str, runs_directory: str, run_only: bool) -> Path | None:
 
 
 def _iteration(run: Path, stage: str | None, iteration: int | None) -> int:
-    """By default the last one that was finished, or without a stage the one after it."""
+    """Return the iteration that is meant: by default the last one that was finished, or without a
+    stage the one after it."""
     if iteration is not None:
         return iteration
     following = max(stable_checkpoints(run), default=-1) + 1

@@ -1,4 +1,4 @@
-"""What is shown of a flow while it runs.
+"""Displays of a flow while it runs.
 
 On a terminal the display of a run in progress is live; elsewhere it is one plain line per event, or
 a line of JSON for each iteration, or nothing.

@@ -1,6 +1,6 @@
-"""What fits a terminal of any width, also one that is resized: tables, and lines with a bar.
+"""Tables and lines with a bar that fit a terminal of any width, also one that is resized.
 
-A table of measurements leaves out columns from the right. Of any other nothing may be lost: where
+A table of measurements leaves out columns from the right. Any other table must lose nothing: where
 its columns do not fit, each row becomes a block of lines.
 """
 

@@ -56,7 +56,7 @@ def show_status(runs_directory: str, as_json: bool) -> None:
 
 
 def services(runs: Path) -> list[dict[str, Any]]:
-    """What `earl up` started, and servers that commands would use in their place.
+    """List the services that `earl up` started, and servers that commands would use in their place.
 
     state: running, not answering, ended (it should run, and does not), other (somebody else's) or
     none. since: Unix time in seconds.

@@ -1,7 +1,7 @@
 """All services of a runs directory together: what is missing is started, what was started ended.
 
-Only one command at a time does either. What another server was named for (PREFECT_API_URL, a
-profile of the Prefect home, MLFLOW_TRACKING_URI) is used, and neither started nor ended.
+Only one command at a time does either. Another server that is named (PREFECT_API_URL, a profile of
+the Prefect home, MLFLOW_TRACKING_URI) is used, and neither started nor ended.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Standing:
         return name in self.services and self.services[name].alive
 
     def _proven(self, name: str) -> bool:
-        """Whether a server runs that clients can tell from others."""
+        """Tell whether a server runs that clients can tell from others."""
         return self._alive(name) and bool(self.services[name].certificate)
 
     def _is_there(self, name: str) -> bool:
@@ -304,7 +304,7 @@ class Standing:
 
 
 def _listening_at(port: int) -> str:
-    """Who has a port, as far as that can be told."""
+    """Name the owner of a port, as far as that can be told."""
     for directory in directories_with_services():
         ports = [
             urlsplit(each.url).port for each in read_services(directory).values() if each.alive

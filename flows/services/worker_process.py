@@ -18,7 +18,7 @@ from flows.services.process import END_SECONDS
 
 
 def end_with(server: ProcessId) -> None:
-    """From now on end with this process, and what was started here before that."""
+    """End this process with the server from now on, and all that was started here before that."""
     # A descriptor of the process: whoever has its number later is another one.
     try:
         descriptor = os.pidfd_open(server.pid)

@@ -1,4 +1,5 @@
-"""What the run directory holds and MLflow lacks: the run directory is the tracker's queue.
+"""The things that the run directory holds and MLflow lacks: the run directory is the tracker's
+queue.
 
 Each thing has a key, its kind and its iteration. Things of a kind are sent in the order of their
 iterations, so that the last one sent of each kind says all that MLflow has. MLflow itself holds
@@ -47,14 +48,15 @@ class Thing(NamedTuple):
 
 def sent_before(run: RunDirectory, tags: Mapping[str, str]) -> dict[str, int]:
     """The last iteration sent of each kind, by the tags of the MLflow run; empty where the run has
-    gone back since: what it did again is of another past. What arrived keeps its time, and is the
-    same to MLflow when it comes again."""
+    gone back since: what it did again is of another past. A number that arrived keeps its time, and
+    is the same to MLflow when it comes again."""
     found = json.loads(tags.get(SENT, "{}"))
     return found if found.pop("past", 0) == _past(run) else {}
 
 
 def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
-    """What is true of the run now: its plan's reasons, its newest checkpoint, what was sent."""
+    """Return the tags of the run's present state: its plan's reasons, its newest checkpoint, the
+    things that were sent."""
     tags = {SENT: json.dumps({**sent, "past": _past(run)}, sort_keys=True)}
     reasons = _plan(run, sent.get("metrics", -1)).get("reasons", {})
     tags |= {f"plan.{stage}": str(reason) for stage, reason in reasons.items()}
@@ -66,7 +68,7 @@ def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
 
 
 def lacking(run: RunDirectory, sent: Mapping[str, int]) -> Iterator[Thing]:
-    """What is to be sent, in order. sent: as of `sent_before`."""
+    """Yield the things to send, in order. sent: as of `sent_before`."""
     if sent.get("config.yaml", -1) < run.attempt:
         text = dump_config(run.config)
         yield Thing("config.yaml", run.attempt, lambda mlflow: mlflow.log_text(text, "config.yaml"))
@@ -103,7 +105,7 @@ def _pages(
     evaluations: Sequence[Manifest],
     sent: Mapping[str, int],
 ) -> Iterator[Thing]:
-    """What is of the whole run: its chart, the meaning of its numbers, its checkpoints."""
+    """Yield the things of the whole run: its chart, the meaning of its numbers, its checkpoints."""
     finished = [int(row["iteration"]) for row in rows]
     whole = run.config.iterations
     drawn = [k for k in finished if (k + 1) % _CHART_EVERY == 0 or k + 1 >= whole]
@@ -123,7 +125,7 @@ def _pages(
 
 
 def _past(run: RunDirectory) -> int:
-    """How often the run went back to an earlier checkpoint."""
+    """Count the times that the run went back to an earlier checkpoint."""
     return sum(1 for _ in (run.path / "set_aside").glob("[0-9]*"))
 
 
@@ -142,7 +144,7 @@ def _system(run: RunDirectory) -> Iterator[Numbers]:
 
 
 def _batches(kind: str, numbers: list[Numbers]) -> Iterator[Thing]:
-    """As many steps in a call as it may hold."""
+    """Divide the steps into calls, each with as many as it may hold."""
     while numbers:
         count = max(1, METRICS_PER_CALL // max(1, len(numbers[0].metrics)))
         part, numbers = numbers[:count], numbers[count:]

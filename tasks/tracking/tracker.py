@@ -40,7 +40,7 @@ _MEANINGS = {
     "timed out": "it does not answer in time",
     "ReadTimeoutError": "it does not answer in time",
 }
-"""What the usual failures of HTTP clients mean, by a sign in their long texts."""
+"""Meanings of the usual failures of HTTP clients, by a sign in their long texts."""
 
 
 class _CallError(Exception):
@@ -102,7 +102,7 @@ class Tracker:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is news that MLflow has not taken yet."""
+        """True while there is news that MLflow has not taken yet."""
         return self._news > self._taken
 
     def changed(self) -> None:
@@ -154,7 +154,8 @@ class Tracker:
                 self._wake.notify_all()
 
     def _wait(self) -> None:
-        """Until there is something to do; while MLflow is away, until it is to be tried again."""
+        """Wait until there is something to do; while MLflow is away, until it is to be tried
+        again."""
         with self._wake:
             if self.failing:
                 self._wake.wait_for(lambda: self._closing is not None, timeout=self._retry_seconds)

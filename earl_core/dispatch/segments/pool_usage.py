@@ -1,4 +1,4 @@
-"""What lies in a pool: published weights, which have a room of their own, and all else."""
+"""The content of a pool: published weights, which have a room of their own, and all else."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class Held(NamedTuple):
         return cls(version, weights, sum(size for _, size in files) - weights)
 
     def is_weights(self, size: int) -> bool:
-        """Whether a file of this size counts as weights."""
+        """True when a file of this size counts as weights."""
         return self.version > 0 and abs(size - self.version) <= _PADDING

@@ -24,8 +24,8 @@ _TRAINING_SHARE = 0.9
 def usual_engines(
     shape: ModelShape, hardware: Hardware, rollout: RolloutConfig, devices: int
 ) -> StageDeployment:
-    """As many engines as so many GPUs of all hosts hold, none without a prompt, each on the fewest
-    GPUs of one host with room for the weights, one whole sequence and a fair cache."""
+    """Lay out as many engines as so many GPUs of all hosts hold, none without a prompt, each on the
+    fewest GPUs of one host with room for the weights, one whole sequence and a fair cache."""
     prompts, most = rollout.prompts_per_iteration, min(devices, hardware.devices_per_host)
     degrees = [
         degree

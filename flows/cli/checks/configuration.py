@@ -1,4 +1,4 @@
-"""What a run file needs: its model, its environment, its run directory.
+"""Checks of a run file: its model, its environment, its run directory.
 
 The parts yield findings and raise `ConfigError` for what a run would refuse, so that `earl train`
 refuses the same as `earl doctor` shows.
@@ -54,19 +54,19 @@ def precision(config: RunConfig, run: Path) -> tuple[RunConfig, list[Finding]]:
 
 
 def places(config: RunConfig) -> Iterator[Finding]:
-    """See that databases can lie among the runs."""
+    """Check that databases can lie among the runs."""
     default_database(config.runs_directory)
     yield from ()
 
 
 def references(config: RunConfig) -> Iterator[Finding]:
-    """See that every secret can be had."""
+    """Check that every secret can be had."""
     check_references(config)
     yield from ()
 
 
 def model(config: RunConfig) -> Iterator[Finding]:
-    """See that the model is there, whole and readable, or can be made."""
+    """Check that the model is there, whole and readable, or can be made."""
     path, template = Path(config.model.path), config.model.chat_template
     if (path / "config.json").is_file():
         shape = read_model_shape(path)
@@ -98,7 +98,7 @@ def model(config: RunConfig) -> Iterator[Finding]:
 
 
 def stages(config: RunConfig) -> Iterator[Finding]:
-    """See that the stage deployments are possible here, and for a model that is there already."""
+    """Check that the stage deployments are possible here, and for a model that is there already."""
     hardware = expected_hardware(config)
     check_devices(config, hardware)
     shape = None
