@@ -30,7 +30,7 @@ def live(name: str, thing: Live) -> Iterator[None]:
 
 
 def find(name: str) -> Live | None:
-    """What this process has open under a name."""
+    """Return the live object that this process has open under a name; None without one."""
     return _live.get(name)
 
 
