@@ -42,7 +42,8 @@ COLUMNS = {
 TOKEN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
 PORT = 7213
 LIMITS = ClientLimits(request_bytes=32 * 1024, bytes_in_flight=128 * 1024)
-"""Of either way. The defaults suit faster links: on slow ones they would only make queues."""
+"""Limits of either way. The defaults suit faster links: on slow ones they would only make
+queues."""
 _TOKEN = "benchmark"
 _MAX_BYTES = 2**30
 
@@ -53,7 +54,7 @@ def host_names(hosts: int) -> tuple[str, ...]:
 
 
 def row_values(row: int, tokens: int) -> dict[str, np.ndarray]:
-    """What the producer of a row writes into its columns."""
+    """Make the values that the producer of a row writes into its columns."""
     base = (np.arange(tokens, dtype=np.int64) * 7919 + row * 104_729) % 151_936
     share = base.astype(np.float32) / np.float32(151_936)
     values = {
@@ -96,7 +97,7 @@ def work(network: Network, host: int, directory: Path, pipe: Connection) -> None
 
 @dataclass(frozen=True)
 class Received:
-    """How many rows a host received, and whether every one is right."""
+    """The number of rows that a host received, and whether every one is right."""
 
     rows: int
     right: bool

@@ -57,7 +57,7 @@ def update(given: StageInputs) -> dict[str, Any]:
 
 
 def due(controller: RunController, iteration: int) -> bool:
-    """Whether the iteration ends with a checkpoint."""
+    """Tell whether the iteration ends with a checkpoint."""
     config = controller.config
     last = iteration + 1 >= config.iterations
     return last or controller.single_iteration or (iteration + 1) % config.checkpoint.every == 0

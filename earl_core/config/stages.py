@@ -14,7 +14,7 @@ from earl_core.system.similar import meant
 
 
 class _Stage(Settings):
-    """What a run file says of a stage: some fields of its `StageDeployment`."""
+    """A run file's section of a stage: some fields of its `StageDeployment`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -153,8 +153,8 @@ class StagesConfig(Settings):
         return PLACEMENTS[self.placement]
 
     def at(self, iteration: int) -> tuple[StageDeployment | None, StageDeployment | None]:
-        """Those of rollout and update in one iteration, without what other sections set; None
-        where the run file leaves it open."""
+        """Return the deployments of rollout and update in one iteration, without the settings of
+        other sections; None where the run file leaves it open."""
         rollout, update = self.rollout, self.update
         for change in self.changes:
             if change.iteration <= iteration:

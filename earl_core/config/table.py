@@ -85,7 +85,7 @@ _OPEN = "all GPUs, or one rank without any"
 
 
 def _stage_rows(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Who lays the stages out: the configuration, or a policy."""
+    """List the rows that tell who lays the stages out: the configuration, or a policy."""
     stages, moved = config.stages, config.selector.moves
     rows = [
         (f"stage deployment of the {stage}", given.label if given else _OPEN, f"stages.{stage}")

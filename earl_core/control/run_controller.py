@@ -21,7 +21,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.control.device_figures import figures_for
 from earl_core.control.hardware import open_cluster, with_network
 from earl_core.control.learnt_profile import LearntProfile
-from earl_core.control.preparing import (
+from earl_core.control.preflight import (
     Preflight,
     check_shared_memory,
     fitting_model,
@@ -41,17 +41,17 @@ from earl_core.dispatch.remote.transport import TransportError
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.recovery import take_newest_whole
-from earl_core.run.stores import sweep_unneeded
+from earl_core.run.run_stores import sweep_unneeded
 from earl_core.run.worker import Peers
 from earl_core.system.errors import EarlError
 from earl_core.system.memory import give_back_free_memory
 from earl_core.system.processes import host_name
 
-HOST_STORE = "earl_core.run.host_stores:HostStore"
+HOST_STORE = "earl_core.run.remote_stores:HostStore"
 """Holds a run's shards on another host."""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-"""How a run ended, in the tracker's words."""
+"""The end of a run, in the tracker's words."""
 
 
 class HostsChanged(EarlError):
@@ -64,7 +64,7 @@ class HostsChanged(EarlError):
 
 
 class RunTracker(Protocol):
-    """What shows the run to people elsewhere; it returns at once and never raises."""
+    """Display of the run to people elsewhere; it returns at once and never raises."""
 
     def changed(self) -> None:
         """The run directory has something new to show."""
@@ -313,13 +313,13 @@ def _ending(controller: RunController, failure: BaseException | None) -> tuple[s
 
 
 def find_controller(run_directory: str | Path) -> RunController | None:
-    """This process's open controller on the run, if any."""
+    """Return this process's open controller on the run, if any."""
     found = find(str(Path(run_directory).resolve()))
     return found if isinstance(found, RunController) else None
 
 
 def controller_of(run_directory: str | Path) -> RunController:
-    """This process's open controller on the run."""
+    """Return this process's open controller on the run."""
     controller = find_controller(run_directory)
     if controller is None:
         raise RuntimeError(
@@ -351,7 +351,7 @@ def live(name: str, thing: Live) -> Iterator[None]:
 
 
 def find(name: str) -> Live | None:
-    """What this process has open under a name."""
+    """Return the live object that this process has open under a name; None without one."""
     return _live.get(name)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earl_core.environments.endpoints import open_endpoint, read_reply
-from earl_core.environments.judgement import read_score
+from earl_core.environments.rewards.judgement import read_score
 from earl_core.system.errors import ConfigError, EarlError
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")

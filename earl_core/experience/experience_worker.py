@@ -68,7 +68,8 @@ class ExperienceWorker(RunWorker):
         await self._scorer.close()
 
     def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
-        """What `advantage` must know of this rank's episodes in every rank; manifests as there."""
+        """Compute the statistics of this rank's episodes that `advantage` needs in every rank;
+        manifests as there."""
         with self._open(manifests) as batch:
             return advantage_statistics(batch, self._config.algorithm).model_dump()
 

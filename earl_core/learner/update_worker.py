@@ -274,7 +274,7 @@ class LearnerWorker(ModelWorker):
 
     @guarded("update")
     def measure(self, context: int, samples: int, scoring: bool = False) -> dict[str, float]:
-        """What a stage of so many samples takes; see `measure.measure_training`.
+        """Measure a stage of so many samples, as `measure_update.measure_training` does.
 
         Raises `EarlError` for a learner that is not the initial model as it was loaded.
         """

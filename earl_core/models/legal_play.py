@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import EnvironmentFailed, Message
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError
 
 Game = list[tuple[list[Message], str]]

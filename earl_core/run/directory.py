@@ -41,7 +41,6 @@ from earl_core.run.checkpoints import (
     remove_leftovers,
     stable_checkpoints,
 )
-from earl_core.run.host_stores import HostStores
 from earl_core.run.lock import RunLock
 from earl_core.run.record import (
     Journal,
@@ -54,7 +53,8 @@ from earl_core.run.record import (
     settings_of,
     write_record,
 )
-from earl_core.run.stores import claim, run_spill, run_store
+from earl_core.run.remote_stores import HostStores
+from earl_core.run.run_stores import claim, run_spill, run_store
 from earl_core.secrets import redact
 from earl_core.system.files import FileLock, make_directory, write_atomic
 
@@ -159,7 +159,7 @@ class RunDirectory:
 
     @property
     def attempt(self) -> int:
-        """How many times the run was started, this time included."""
+        """Number of times the run was started, this time included."""
         return int(self.record["attempts"])
 
     def update_record(self, **values: Any) -> None:
@@ -179,11 +179,11 @@ class RunDirectory:
     # Sealed stages
 
     def stage_path(self, iteration: int, stage: str) -> Path:
-        """Where the sealed manifest of a stage lies."""
+        """Return the path of a stage's sealed manifest."""
         return sealed_path(self.path, iteration, stage)
 
     def episodes_path(self, iteration: int) -> Path:
-        """Where the kept episodes of an iteration lie."""
+        """Return the path of an iteration's kept episodes."""
         return self.stage_path(iteration, "episodes").with_suffix(".parquet")
 
     def seal(self, manifest: Manifest) -> Manifest:
@@ -374,8 +374,8 @@ class RunDirectory:
 
 
 def _played(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What is played; weights and time limits may change. One environment has no label, and counts
-    its prompts otherwise than a mixture of one."""
+    """Return the settings that decide what is played; weights and time limits may change. One
+    environment has no label, and counts its prompts otherwise than a mixture of one."""
     played = (settings["environment"], *settings["environments"])
     names = ("label", "name", "agent", "options")
     return [{name: each[name] for name in names if name in each} for each in played if each]

@@ -20,7 +20,7 @@ from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import Spill, SpillError
 from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
 from earl_core.run.record import read_uid, write_record
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.system.files import make_directory, write_atomic
 
 

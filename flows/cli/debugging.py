@@ -25,7 +25,7 @@ from earl_core.dispatch.shards.manifest import sealed_path
 from earl_core.run.checkpoints import stable_checkpoints
 from earl_core.run.record import stored_config
 from earl_core.run.rehearsal import rehearse
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.system.errors import EarlError
 from flows import server
 from flows.cli.found_runs import find_run
@@ -91,7 +91,8 @@ def _find(name: str, runs_directory: str, run_only: bool) -> Path | None:
 
 
 def _iteration(run: Path, stage: str | None, iteration: int | None) -> int:
-    """By default the last one that was finished, or without a stage the one after it."""
+    """Return the iteration that is meant: by default the last one that was finished, or without a
+    stage the one after it."""
     if iteration is not None:
         return iteration
     following = max(stable_checkpoints(run), default=-1) + 1

@@ -41,7 +41,7 @@ def evaluations_of(path: Path) -> list[Line]:
 
 
 def tracking_uri(path: Path) -> str | None:
-    """Where the run was tracked; None when it was not."""
+    """Return the address at which the run was tracked; None when it was not."""
     try:
         record = read_record(path)
     except (OSError, RunDamaged):

@@ -20,7 +20,8 @@ from flows.server_access import opener
 
 _PAUSE_SECONDS = 0.1
 END_SECONDS = 20.0
-"""From SIGTERM to SIGKILL: what a flow's ranks and hosts need to end, and time to spare."""
+"""Seconds from SIGTERM to SIGKILL: the time that a flow's ranks and hosts need to end, and time to
+spare."""
 
 
 class ServiceFailed(EarlError):
@@ -97,7 +98,7 @@ def end(service: Service) -> None:
 
 
 def mlflow_answers(service: Service, timeout: float = 1.0) -> bool:
-    """Whether the MLflow server of `earl up` does: that one and no other."""
+    """Tell whether the MLflow server of `earl up` answers: that one and no other."""
     try:
         with opener(service.certificate).open(
             f"{service.secure}/health", timeout=timeout

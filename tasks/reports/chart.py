@@ -93,7 +93,7 @@ def _drawn(places: Points, color: str, style: str) -> list[str]:
 
 
 def _thinned(points: Points) -> Points:
-    """At most so many points, with the means of those that are left out."""
+    """Thin a curve to at most so many points, with the means of those that are left out."""
     size = math.ceil(len(points) / _MOST_POINTS)
     groups = (points[start : start + size] for start in range(0, len(points), max(1, size)))
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]

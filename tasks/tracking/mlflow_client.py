@@ -113,7 +113,7 @@ class Numbers(NamedTuple):
     seconds: float
 
     def finite(self) -> dict[str, float]:
-        """What MLflow can store, under names that it takes."""
+        """Numbers that MLflow can store, under names that it takes."""
         return {
             stored_name(name): float(value)
             for name, value in self.metrics.items()
@@ -155,7 +155,7 @@ class MlflowRun:
         self.experiment_id = experiment_id
 
     def alive(self) -> bool:
-        """Whether the tracker answers and still knows this run."""
+        """Tell whether the tracker answers and still knows this run."""
         try:
             self.client.get_run(self.run_id)
         except Exception:  # MLflow raises many kinds for a server that is away

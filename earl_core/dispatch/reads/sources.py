@@ -2,7 +2,7 @@
 
 `join` finds the bytes of every row of every column, as arrays, from manifests alone. A list
 column's rows are found by summing the row lengths of its axis, so no reader ever needs the offsets
-that the shard itself holds. That an entry's ranges fit its rows and its file is checked where
+that the shard itself holds. An entry's ranges are checked against its rows and its file where
 entries are made (`ShardEntry`). `Sources.concat` puts rows of several iterations together.
 """
 

@@ -367,8 +367,8 @@ def process_name(pid: int) -> str:
 
 
 def describe_holders(paths: Iterable[Path], most: int = 5) -> str:
-    """What fills a pool: its largest files, and every process whose leases keep files, with all of
-    them however small, because only those cannot be released."""
+    """Describe the content of a full pool: its largest files, and every process whose leases keep
+    files, with all of them however small, because only those cannot be released."""
     sizes: dict[Path, int] = {}
     for path in paths:
         with suppress(OSError):

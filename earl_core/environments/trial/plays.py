@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.trial.texts import RandomTexts
 
 Reply = list[Message] | StepResult

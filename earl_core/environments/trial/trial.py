@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.trial.plays import Difference, Played, difference, play, replay
 from earl_core.environments.trial.usage import Usage, processor_seconds, settled_usage
 

@@ -13,7 +13,8 @@ _SHARED_MEMORY = "/dev/shm/"
 
 
 class LeftoverProcesses:
-    """What has to be gone after an engine stopped, however its processes ended.
+    """Processes and shared memory that have to be gone after an engine stopped, however its
+    processes ended.
 
     A process that is killed cannot remove its shared memory; its names are known from before.
     """

@@ -10,7 +10,8 @@ from earl_core.deployment.shapes import ModelShape
 def _family(
     kind: str, vocabulary: int, positions: int, *, tied: bool = False, head_dim: int = 0
 ) -> ModelShape:
-    """What the models of a family share; the sizes are those of none."""
+    """Return a shape with the numbers that the models of a family share; its sizes are those of
+    none."""
     return ModelShape(
         model_type=kind,
         hidden_size=1,
