@@ -19,7 +19,7 @@ from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.environment import SuiteConfig
 from earl_core.config.selector import SelectorConfig
-from earl_core.config.stages import StagesConfig
+from earl_core.config.stages import RolloutStage, StagesConfig
 from earl_core.control.device_figures import with_figures
 from earl_core.control.hardware import read_hardware
 from earl_core.control.live import live
@@ -231,7 +231,7 @@ class PolicyPlayer:
         and for contexts as long."""
         asked = SelectionInput.of(self.config, hardware, self._shape)
         engine = self.checkpoint.engine or asked.configured()[0]
-        width = StageDeployment("rollout", tensor_parallel=engine.tensor_parallel)
+        width = RolloutStage(tensor_parallel=engine.tensor_parallel)
         stages = StagesConfig(rollout=width)
         config = self.config.model_copy(update={"stages": stages, "selector": SelectorConfig()})
         chosen = select(SelectionInput.of(config, hardware, self._shape))["rollout"]

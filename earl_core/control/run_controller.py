@@ -16,18 +16,21 @@ from typing import Literal, Protocol
 
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig
-from earl_core.config.feasibility import check_stages
 from earl_core.control.device_figures import figures_for
-from earl_core.control.hardware import hardware_of, open_cluster, with_network
-from earl_core.control.host_checks import check_agreement
+from earl_core.control.hardware import open_cluster, with_network
 from earl_core.control.learner_handle import LearnerHandle
 from earl_core.control.learnt_profile import LearntProfile
 from earl_core.control.live import find, live
-from earl_core.control.precision import resolved
-from earl_core.control.preflight import check_shared_memory, check_start, surely
+from earl_core.control.preflight import (
+    Preflight,
+    check_shared_memory,
+    fitting_model,
+    preflight,
+    surely,
+)
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import RunHistory
-from earl_core.control.worker_groups import Progress, WorkerGroups, preload_ranks, quiet
+from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -35,8 +38,6 @@ from earl_core.deployment.stages import EVALUATION, PLACED, STAGES, TRAINED
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.transport import TransportError
-from earl_core.pretrained.model_directory import read_model_shape
-from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.recovery import take_newest_whole
@@ -94,10 +95,11 @@ class RunController:
         self,
         run: RunDirectory,
         cluster: Cluster,
+        found: Preflight,
         listener: Progress = quiet,
         here: bool = False,
     ) -> None:
-        hosts = cluster.hosts()
+        hosts = found.hosts
         self._cluster = cluster
         self.run = run
         self.config: RunConfig = run.config
@@ -113,9 +115,9 @@ class RunController:
         self._held, self._registered = ExitStack(), ExitStack()
         self._held.callback(cluster.close)
         self._held.callback(run.close)
+        self._model = found.model
         peers = self._serve(hosts)
-        hardware = hardware_of(hosts, run.config.cluster.fewest)
-        hardware = figures_for(run.config.selector, hardware, hosts)
+        hardware = figures_for(run.config.selector, found.hardware, hosts)
         self.hardware = with_network(hardware, self._fetch_bandwidth(peers))
         where, told = (run.config, run.path, run.logs, self.hardware), self.listener
         self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
@@ -168,10 +170,7 @@ class RunController:
 
         Raises `ConfigError`, and the error of a worker that makes the model.
         """
-        self._prepare_model()
-        self.model = read_model_shape(Path(self.config.model.path))
-        check_stages(self.config, self.model, self.hardware)
-        check_tokenizer_file(Path(self.config.model.path), self.model.vocabulary)
+        self.model = self._model or self._made_model()
         check_shared_memory(self.config, self.run.stores)
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
@@ -180,18 +179,17 @@ class RunController:
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))
 
-    def _prepare_model(self) -> None:
-        path = Path(self.config.model.path)
-        if not (path / "config.json").is_file():
-            what = "downloading" if self.config.model.from_hub else "building"
-            self.listener("model", 0, {what: str(path)})
-            deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
-            surely(
-                lambda: self.groups.call(deployment, "model", "build", self.next_iteration()),
-                self.config.deadlines.repeats,
-                self.stop_requested.is_set,
-            )
-            self.groups.retire("model", 0)
+    def _made_model(self) -> ModelShape:
+        what = "downloading" if self.config.model.from_hub else "building"
+        self.listener("model", 0, {what: self.config.model.path})
+        deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
+        surely(
+            lambda: self.groups.call(deployment, "model", "build", self.next_iteration()),
+            self.config.deadlines.repeats,
+            self.stop_requested.is_set,
+        )
+        self.groups.retire("model", 0)
+        return fitting_model(self.config, self.hardware)
 
     def start_ahead(self, plan: DeploymentPlan) -> None:
         """Begin to start the groups of the stages that are not sealed yet; returns at once.
@@ -288,17 +286,13 @@ def open_controller(
 def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
-        check_agreement(config, cluster.hosts())
-        preload_ranks(cluster.hosts())
-        check_start(config, hardware_of(cluster.hosts(), config.cluster.fewest))
-        path = Path(config.runs_directory) / config.name
-        precision = resolved(config, cluster.hosts(), path)
-        precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
-        take_newest_whole(path)
-        run = opened.enter_context(closing(RunDirectory.open(precision.config)))
-        precision.keep(run)
+        found = preflight(config, cluster)
+        found.precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
+        take_newest_whole(Path(config.runs_directory) / config.name)
+        run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
+        found.precision.keep(run)
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
-        controller = RunController(run, cluster, listener, here)
+        controller = RunController(run, cluster, found, listener, here)
         opened.pop_all()
     return controller
 
