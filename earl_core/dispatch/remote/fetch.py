@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.reads.batch import Batch, Lease, Sources, abandon, open_shards
+from earl_core.dispatch.reads.batch import Batch, Lease, abandon, open_shards
 from earl_core.dispatch.reads.plan import DispatchPlan
+from earl_core.dispatch.reads.sources import Sources
 from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.remote.parts import Part, PartStore, cut_parts
 from earl_core.dispatch.remote.tcp import TcpTransport
