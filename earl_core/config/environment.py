@@ -76,7 +76,7 @@ class EnvironmentConfig(Settings):
     )
     deterministic: bool = Field(
         default=True,
-        description="Whether an episode can be replayed from the prompt, the seed and the "
+        description="True: an episode can be replayed from the prompt, the seed and the "
         "answers. False: the episodes of a lost host are played anew. A class may say so itself.",
     )
     tools: tuple[str, ...] = Field(

@@ -16,7 +16,7 @@ class RewardFunctionConfig(Settings):
     """One function that scores whole episodes."""
 
     function: str = Field(
-        description="What scores an episode: judge or reward_model (models behind an endpoint), "
+        description="Scorer of episodes: judge or reward_model (models behind an endpoint), "
         "or the import path `package.module:function` of a function that is called as "
         "score(episode, **options) and returns a number, or a number and a dict."
     )

@@ -86,8 +86,8 @@ class RunConfig(Settings):
     )
     curriculum: CurriculumConfig | None = Field(
         default=None,
-        description="How the shares of the `environments` follow what can be learned in them; "
-        "None: their weights alone decide.",
+        description="Rule by which the shares of the `environments` follow the spread of their "
+        "returns; None: their weights alone decide.",
     )
     rollout: RolloutConfig = Field(description="Sampling of episodes: engine, batch size, budgets.")
     cluster: ClusterConfig = Field(
@@ -124,7 +124,7 @@ class RunConfig(Settings):
     )
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(),
-        description="How often checkpoints are written, and how many are kept.",
+        description="Intervals of checkpoints, and the number that is kept.",
     )
     dispatch: DispatchConfig = Field(
         default=DispatchConfig(), description="Shared memory for the data that stages pass on."

@@ -104,7 +104,7 @@ class DispatchConfig(Settings):
     wait_seconds: float = Field(
         default=30.0,
         ge=0,
-        description="How long a writer waits for free space when the shared memory is full.",
+        description="Seconds that a writer waits for free space when the shared memory is full.",
     )
     verify: Literal["resume", "always"] = Field(
         default="resume",
@@ -238,12 +238,12 @@ class DeadlineConfig(Settings):
     run_in_use: float = Field(
         default=86400.0,
         ge=0,
-        description="How long a flow run of a Prefect deployment waits for its run while another "
-        "process has it. `earl train` and `earl resume` never wait.",
+        description="Seconds that a flow run of a Prefect deployment waits for its run while "
+        "another process has it. `earl train` and `earl resume` never wait.",
     )
     repeats: int = Field(
         default=3,
         ge=0,
-        description="How often the stages of an iteration, all together, are repeated because "
-        "ranks died or missed a deadline.",
+        description="Number of times that the stages of an iteration, all together, are repeated "
+        "because ranks died or missed a deadline.",
     )

@@ -84,10 +84,10 @@ class UpdateConfig(Settings):
     )
     activation_checkpointing: Checkpointing = Field(
         default="none",
-        description="What the backward pass computes again instead of keeping it. selective: all "
-        "but matrix products and attention, about half the memory in little more time; compiled "
-        "layers keep little more anyway. full: each layer from its inputs, a fraction of the "
-        "memory in about a third more time.",
+        description="Activations that the backward pass computes again instead of keeping them. "
+        "selective: all but matrix products and attention, about half the memory in "
+        "little more time; compiled layers keep little more anyway. full: each layer from its "
+        "inputs, a fraction of the memory in about a third more time.",
     )
     compile: bool | None = Field(
         default=None,

@@ -155,8 +155,8 @@ class Hardware(Settings):
     """The devices that the stages may use. `gpus` counts those of all hosts together. For what the
     driver did not say of them, 0, stands what the data sheet says."""
 
-    cpu_cores: int = Field(ge=1, description="Of one host.")
-    memory_bytes: int = Field(ge=1, description="Of one host.")
+    cpu_cores: int = Field(ge=1, description="Cores of one host.")
+    memory_bytes: int = Field(ge=1, description="Memory of one host.")
     gpus: int = Field(default=0, ge=0)
     gpu_memory_bytes: int = Field(default=0, ge=0)
     gpu_name: str = ""
@@ -170,7 +170,7 @@ class Hardware(Settings):
     )
     figures: DeviceFigures | None = Field(
         default=None,
-        description="As measured: of a GPU that no data sheet is known of, or of all cores.",
+        description="Measured figures: of a GPU that no data sheet is known of, or of all cores.",
     )
     hosts: int = Field(default=1, ge=1)
     fewest_hosts: int | None = Field(

@@ -67,8 +67,9 @@ class Observation(Settings):
     reserved_bytes: float = Field(default=0.0, ge=0)
     answered: bool = Field(
         default=True,
-        description="Of an infeasible stage: whether the iteration's choice is made again. It is "
-        "not under `fixed`, nor where the other engines went on without the one that was lost.",
+        description="True where the iteration's choice is made again for an infeasible stage. "
+        "It is not under `fixed`, nor where the other engines went on without the one that was "
+        "lost.",
     )
 
 
