@@ -97,7 +97,8 @@ class ModelWorker(RunWorker):
         split: Split | None = None,
         link_bytes: float = 0.0,
     ) -> Batch:
-        """This rank's rows of the last manifest; see `RankReader.open`. An error is everyone's."""
+        """Open this rank's rows of the last manifest; see `RankReader.open`. An error is
+        everyone's."""
 
         def read() -> Batch:
             sealed = self._manifests(manifests)
