@@ -54,7 +54,7 @@ def configure(runs_directory: str | Path) -> Path:
     """Set Prefect's and MLflow's environment for this project; returns the Prefect home.
 
     Settings of the environment are kept: PREFECT_HOME (else `<runs_directory>/prefect`),
-    PREFECT_API_URL, logging. Telemetry is off. Prefect's console log is off, for its tracebacks
+    PREFECT_API_URL, logging. Telemetry is off. Prefect's console log is off, because its tracebacks
     repeat what the command reports itself; its interface still shows every log line.
 
     Raises `ConfigError` when nothing can be written into the runs directory or the Prefect home.
@@ -97,7 +97,7 @@ def _ask_loopback_directly() -> None:
 def _make_writable(directory: Path, name: str) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Tried, for some file systems allow what permissions say and refuse it all the same.
+        # Tried, because some file systems allow what permissions say and refuse it all the same.
         with tempfile.TemporaryFile(dir=directory):
             return
     except OSError as error:

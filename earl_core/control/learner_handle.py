@@ -36,12 +36,12 @@ class LearnerHandle:
         self._held = self._groups.live(self.role), version
 
     def checkpoint(self, iteration: int) -> Path:
-        """Where the state after the iteration's update is saved."""
+        """Return the folder in which the state after the iteration's update is saved."""
         return self._run.checkpoint_path(iteration).resolve()
 
     @property
     def handoff(self) -> Path:
-        """Where the state lies through which the group is rebuilt."""
+        """Folder of the state through which the group is rebuilt."""
         return self._run.path.resolve() / HANDOFFS / self.role / "state"
 
     def drop_handoff(self) -> None:

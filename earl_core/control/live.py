@@ -1,4 +1,4 @@
-"""What this process has open: runs, players of policies, profiles. Whoever handles a signal finds
+"""Live objects of this process: runs, players of policies, profiles. Whoever handles a signal finds
 it here."""
 
 from __future__ import annotations

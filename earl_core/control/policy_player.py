@@ -227,8 +227,8 @@ class PolicyPlayer:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _choose_deployment(self, hardware: Hardware) -> StageDeployment:
-        """One engine as wide as the run's, for a model that needs two devices needs them here too,
-        and for contexts as long."""
+        """One engine as wide as the run's, because a model that needs two devices needs them here
+        too, and for contexts as long."""
         asked = SelectionInput.of(self.config, hardware, self._shape)
         engine = self.checkpoint.engine or asked.configured()[0]
         width = RolloutStage(tensor_parallel=engine.tensor_parallel)

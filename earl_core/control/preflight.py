@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class Preflight(NamedTuple):
-    """What a start found. hardware: what all hosts have alike, before anything is measured. model:
-    None where it has yet to be made."""
+    """The findings of a start. hardware: the part that all hosts have alike, before anything is
+    measured. model: None where it has yet to be made."""
 
     hosts: Sequence[Host]
     hardware: Hardware

@@ -1,6 +1,6 @@
-"""What a run still needs of what it has sealed: rules over manifests and checkpoints.
+"""Rules over manifests and checkpoints that say which sealed data a run still needs.
 
-They only say so. The run directory releases shards and removes checkpoints; the run controller
+They delete nothing. The run directory releases shards and removes checkpoints; the run controller
 deletes published weights.
 """
 
@@ -14,7 +14,7 @@ from earl_core.run.policy_versions import carried
 
 
 def keeps_shards(manifest: Manifest, covered: int) -> bool:
-    """Whether the run still needs the shards of a sealed manifest.
+    """Tell whether the run still needs the shards of a sealed manifest.
 
     covered: the last iteration that a STABLE checkpoint covers, -1 for none. Whatever came after it
     may be repeated from them.
@@ -23,7 +23,7 @@ def keeps_shards(manifest: Manifest, covered: int) -> bool:
 
 
 def keeps_weights(published: Manifest, oldest: int, newest: int) -> bool:
-    """Whether the run still needs published weights.
+    """Tell whether the run still needs published weights.
 
     oldest: the oldest policy version that a rollout to come is played with. newest: the one that
     was made last; later ones are of iterations that are done again.
@@ -32,7 +32,7 @@ def keeps_weights(published: Manifest, oldest: int, newest: int) -> bool:
 
 
 def kept_weights(publications: Iterable[Manifest], oldest: int, newest: int) -> list[Manifest]:
-    """Those of the published weights that the run still needs. publications: the newest version
+    """Return the published weights that the run still needs. publications: the newest version
     first; none is read after the first that is too old."""
     young = takewhile(lambda each: carried(each) >= oldest, publications)
     return [each for each in young if keeps_weights(each, oldest, newest)]

@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie: columns of several stages joined by row, and such rows together.
+"""Places of the rows of a batch: columns of several stages joined by row, and such rows together.
 
 `join` finds the bytes of every row of every column, as arrays, from manifests alone. A list
 column's rows are found by summing the row lengths of its axis, so no reader ever needs the offsets

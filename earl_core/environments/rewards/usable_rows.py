@@ -24,8 +24,8 @@ _DEEPEST = 100
 
 @dataclass(frozen=True)
 class RowRules:
-    """Needs of a row. prompt: the column of the prompt. answer: that of the answer, with its rule.
-    scoring: columns that reward functions get."""
+    """The columns that a row needs. prompt: the column of the prompt. answer: that of the answer,
+    with its rule. scoring: columns that reward functions get."""
 
     prompt: str
     answer: str | None

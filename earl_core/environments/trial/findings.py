@@ -1,5 +1,4 @@
-"""Findings of a trial about an environment: faults that break training, others, and good
-results."""
+"""Findings of a trial: faults that break training, points that deserve a look, and good results."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ class SpecialTokens:
         self._marked = re.compile(f"{_OPEN}({numbers}){_CLOSE}")
 
     def disguise(self, outside: object) -> Disguise:
-        """Disguise of texts which the template is about to render. outside: what they stand in."""
+        """Return the disguise of texts that the template is about to render. outside: what they
+        stand in."""
         return self._disguise.fitting(outside)
 
     def undisguised(self, text: str, disguise: Disguise) -> str:

@@ -78,8 +78,8 @@ def adopt_orphans() -> None:
 
 
 def show_own_files(shown: bool) -> None:
-    """Have `/proc/self` belong to the process's user, or else to root, which is where a new user
-    begins."""
+    """Have `/proc/self` belong to the process's user, or else to root, as after a change of the
+    user."""
     control(_DUMPABLE, int(shown))
 
 
