@@ -16,7 +16,7 @@ operators."""
 
 
 class UpdateConfig(Settings):
-    """How the policy is updated from one iteration's episodes."""
+    """Settings of the policy's update from one iteration's episodes."""
 
     precision: Literal["auto", "bf16", "fp32"] = Field(
         default="auto",
@@ -108,11 +108,11 @@ class UpdateConfig(Settings):
 
     @property
     def mixed(self) -> bool:
-        """Whether bf16 copies compute."""
+        """True when bf16 copies compute."""
         return self.precision != "fp32"
 
     def compiles(self, gpu: bool) -> bool:
-        """Whether layers are compiled on a GPU, or on a CPU, where the compiler works."""
+        """Tell whether layers are compiled, on a GPU or on a CPU, where the compiler works."""
         return gpu if self.compile is None else self.compile
 
     def tokens_per_microbatch(self, gpu: bool) -> int:

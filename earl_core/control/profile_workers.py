@@ -64,7 +64,7 @@ class ProfileWorkers:
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` was called."""
+        """True when `stop` was called."""
         return self._made.stop_requested.is_set()
 
     def stop(self) -> None:
@@ -78,7 +78,7 @@ class ProfileWorkers:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Around what leaves no group behind when it fails."""
+        """Enclose work, and leave no group behind when it fails."""
         try:
             yield
         except BaseException as error:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.1
 _AGAIN_SECONDS = 0.5
 GRACE_SECONDS = 9.0
-"""How long work may take to end after the first signal."""
+"""Seconds that work may take to end after the first signal."""
 
 
 class Interrupted(BaseException):
@@ -92,7 +92,7 @@ def _signals() -> list[signal.Signals]:
 
 
 def _silence_lost_terminals() -> None:
-    """What is printed to a terminal that was closed goes nowhere, instead of being an error."""
+    """Send output for a terminal that was closed nowhere, instead of raising an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         try:

@@ -1,4 +1,4 @@
-"""How clients of MLflow reach the server of `earl up`: where it alone can answer."""
+"""Addresses at which clients of MLflow reach the server of `earl up`, and no other server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def renewed(uri: str, runs_directory: str | Path) -> str:
 
 
 def pages_of(uri: str) -> str | None:
-    """Where browsers find a server of `earl up`; None for another."""
+    """Return the address of a server of `earl up` for browsers; None for another server."""
     known = _served.get(uri)
     return known.url if known is not None else None
 

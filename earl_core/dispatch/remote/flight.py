@@ -48,7 +48,7 @@ class ShardFlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
     @property
     def address(self) -> str:
-        """Where clients connect to."""
+        """Address that clients connect to."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"grpc://{shown}:{self.port}"
 

@@ -1,4 +1,5 @@
-"""What a trial says of an environment: what breaks training, what deserves a look, what is well."""
+"""Findings of a trial about an environment: faults that break training, others, and good
+results."""
 
 from __future__ import annotations
 
