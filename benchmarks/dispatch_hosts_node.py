@@ -1,8 +1,8 @@
 """One host of `dispatch_hosts`: a process that serves its shards and one that works.
 
 Both enter the host's namespace first. The worker does what it is told over a pipe and answers with
-the time at which it was done; all processes share the machine's monotonic clock. What it received
-is compared with what the producers wrote, row by row, outside of the measured time.
+the time at which it was done; all processes share the machine's monotonic clock. The received rows
+are compared with those that the producers wrote, one by one, outside of the measured time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ COLUMNS = {
 TOKEN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
 PORT = 7213
 LIMITS = ClientLimits(request_bytes=32 * 1024, bytes_in_flight=128 * 1024)
-"""Of either way. The defaults suit faster links: on slow ones they would only make queues."""
+"""Limits of either way. The defaults suit faster links: on slow ones they would only make
+queues."""
 _TOKEN = "benchmark"
 _MAX_BYTES = 2**30
 
@@ -53,7 +54,7 @@ def host_names(hosts: int) -> tuple[str, ...]:
 
 
 def row_values(row: int, tokens: int) -> dict[str, np.ndarray]:
-    """What the producer of a row writes into its columns."""
+    """Make the values that the producer of a row writes into its columns."""
     base = (np.arange(tokens, dtype=np.int64) * 7919 + row * 104_729) % 151_936
     share = base.astype(np.float32) / np.float32(151_936)
     values = {
@@ -96,7 +97,7 @@ def work(network: Network, host: int, directory: Path, pipe: Connection) -> None
 
 @dataclass(frozen=True)
 class Received:
-    """How many rows a host received, and whether every one is right."""
+    """The number of rows that a host received, and whether every one is right."""
 
     rows: int
     right: bool

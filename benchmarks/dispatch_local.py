@@ -1,4 +1,4 @@
-"""From N producers to N consumers on one host: EARL, and the copy that is its limit.
+"""Dispatch from N producers to N consumers on one host: EARL, and the copy that is its limit.
 
 python -m benchmarks.dispatch_local [--quick] [--workers N] [--json FILE] [--markdown FILE]
 
@@ -34,9 +34,9 @@ from tools.harness import Report, Row, interval, median, parser, publish
 
 GIB = 2**30
 _COPIES = 1.4
-"""Of a batch that are in memory at the worst."""
+"""Copies of a batch that are in memory at the worst."""
 _SPARE_BYTES = 2 * GIB
-"""That no size may take, so that the machine does not begin to swap or to kill."""
+"""Bytes that no size may take, so that the machine does not begin to swap or to kill."""
 SHARED_MEMORY = Path("/dev/shm")
 _RELEASE_SECONDS = 30.0
 

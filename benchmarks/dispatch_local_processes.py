@@ -35,9 +35,9 @@ SCHEMA = pa.schema(
 )
 BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in COLUMNS.values())
 _SOURCE_BYTES = 256 * 2**20
-"""Of made-up data a producer at most; larger shares repeat it."""
+"""Most bytes of made-up data of a producer; larger shares repeat it."""
 _BUFFER_BYTES = 512 * 2**20
-"""Of a copy's destination a process at most; what does not fit goes over it again."""
+"""Most bytes of a copy's destination in a process; a larger copy goes over it again."""
 _ANSWER_SECONDS = 600.0
 
 
@@ -80,7 +80,7 @@ class Size:
 
 
 class Source:
-    """What a producer has computed: warm arrays [rows, tokens] by column."""
+    """Data that a producer has computed: warm arrays [rows, tokens] by column."""
 
     def __init__(self, size: Size, rank: int) -> None:
         self.rows = size.made_by(rank)
@@ -102,7 +102,7 @@ class Source:
 
 
 def row_of(size: Size, sample: int, name: str) -> np.ndarray:
-    """What row `sample` of a column holds."""
+    """Make the content of row `sample` of a column."""
     kept = max(1, min(size.share, _SOURCE_BYTES // (size.tokens * BYTES_PER_TOKEN)))
     share, row = divmod(sample, size.share)
     seed = (share * size.share + row % kept) * 7919 + list(COLUMNS).index(name) * 104729
@@ -128,7 +128,7 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """From when the first began to when the last ended."""
+        """Seconds from when the first began to when the last ended."""
         return self.end - self.start
 
 

@@ -20,9 +20,9 @@ from openai import AsyncOpenAI
 from earl_core.config import RunConfig, load_config
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import play
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings

@@ -164,7 +164,7 @@ def _run(hosts: TwoHosts, name: str, settings: dict[str, Any], options: Any, scr
 
 
 def _follow(hosts: TwoHosts, process: subprocess.Popen[str], metrics: Path) -> list[int]:
-    """What had crossed the link when each iteration ended."""
+    """Note the bytes that had crossed the link when each iteration ended."""
     crossed: list[int] = []
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while process.poll() is None:
@@ -209,7 +209,7 @@ def _planned(directory: Path, iteration: int) -> int:
 def _plan(
     config: RunConfig, deployment: StageDeployment, iteration: int, manifests: Sequence[Manifest]
 ) -> DispatchPlan:
-    """As every rank makes it; the groups are told instead of read."""
+    """Make the plan as every rank makes it; the groups are told instead of read."""
     hosts = tuple(sorted({entry.host for entry in manifests[0].shards}))
     rows = sorted(row for entry in manifests[-1].shards for row in entry.row_ids)
     groups = (np.array(rows, dtype=np.int64) >> SAMPLE_BITS) // config.rollout.group_size

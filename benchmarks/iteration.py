@@ -29,7 +29,7 @@ _BASE: Settings = {
     "use_vllm": False,
 }
 _FASTEST: Settings = {**_BASE, "bf16_copy": False}
-"""Where the search was made last: two cores."""
+"""The fastest settings of the last search, which was made on two cores."""
 
 TRL_CANDIDATES: tuple[Settings, ...] = (
     _BASE,
@@ -90,7 +90,8 @@ class Measured:
 
 
 def trl_candidates(precision: str) -> list[Settings]:
-    """Those that compute in this precision: in float32 nothing plays by a bfloat16 copy."""
+    """List the candidates that compute in this precision: in float32 nothing plays by a bfloat16
+    copy."""
     if precision == "bf16":
         return list(TRL_CANDIDATES)
     alike = [{**each, "bf16_copy": False} for each in TRL_CANDIDATES]

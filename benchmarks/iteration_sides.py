@@ -169,7 +169,7 @@ def run_trl(
 
 
 def trl_settings(config: RunConfig, iterations: int) -> dict[str, Any]:
-    """What TRL needs to do the same as this configuration."""
+    """Return the settings with which TRL does the same as this configuration."""
     rollout, update, environment = config.rollout, config.update, config.environment
     return {
         "model": config.model.path,

@@ -140,14 +140,14 @@ def best_cut(tried: Sequence[Finished]) -> Arm | None:
 
 
 def _shown(found: Sequence[Finished]) -> list[Finished]:
-    """Without the cuts that were tried and were not the best."""
+    """Leave out the cuts that were tried and were not the best."""
     best = best_cut([run for run in found if run.arm.cut_at and run.seed == 0])
     return [run for run in found if not run.arm.cut_at or run.arm == best]
 
 
 @contextmanager
 def _prefect(scratch: Path) -> Iterator[None]:
-    """A Prefect server outside of the cap, for the cap is about training."""
+    """A Prefect server outside of the cap, because the cap is about training."""
     os.environ.pop("PREFECT_API_URL", None)
     os.environ["PREFECT_HOME"] = str(scratch / "prefect")
     started = server.start(server.configure(scratch / "runs"), scratch / "runs")
@@ -220,7 +220,7 @@ def _report(found: list[Finished], options: argparse.Namespace, version: int) ->
 
 
 def _story(run: Finished) -> str:
-    """Which layouts it had, from which iteration on."""
+    """Tell which layouts the run had, from which iteration on."""
     texts = run.layouts()
     begun = [k for k in range(len(texts)) if k == 0 or texts[k] != texts[k - 1]]
     if not begun:

@@ -16,7 +16,7 @@ from benchmarks.no_limit_game import ALPHABET, Descent, demonstration
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
 from earl_core.models.tiny import character_tokenizer, narrow_llama, write_model
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 

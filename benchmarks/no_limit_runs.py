@@ -42,7 +42,7 @@ class Arm:
 
 @dataclass
 class Finished:
-    """What became of a run.
+    """The end of a run.
 
     metrics: a line for each iteration that it finished. plans: the sealed plan of each iteration
     that it began. exit_code: of `earl train`. kills: processes that the kernel killed for memory.
@@ -65,7 +65,7 @@ class Finished:
 
     @property
     def survived(self) -> bool:
-        """Whether it did every iteration."""
+        """True when the run did every iteration."""
         return self.exit_code == 0 and len(self.metrics) >= self.asked
 
     def series(self, name: str) -> list[float]:
@@ -105,7 +105,7 @@ class Finished:
         return [k for k in range(1, len(texts)) if texts[k] != texts[k - 1]]
 
     def repeats(self) -> int:
-        """How often a stage did not fit and was done again under another layout."""
+        """Number of times that a stage did not fit and was done again under another layout."""
         return sum(int(plan.get("attempt", 0)) for plan in self.plans)
 
     def lengths(self) -> list[int]:
@@ -115,7 +115,7 @@ class Finished:
 
 
 def layout_text(plan: dict[str, Any]) -> str:
-    """What a plan says of engine and update that differs between plans here."""
+    """Describe the settings of engine and update that differ between plans here."""
     rollout, update = plan["stages"]["rollout"], plan["stages"]["update"]
     engines = f"{rollout['replicas']} engine{'s' if rollout['replicas'] > 1 else ''}"
     words = [engines]

@@ -73,7 +73,7 @@ async def _engine_rounds(
 async def _reload_rounds(
     engine: Any, model: PreTrainedModel, disk: Path, rounds: int
 ) -> dict[str, list[float]]:
-    """What vLLM offers itself: a model directory on disk, and a reload from it."""
+    """Time vLLM's own way: a model directory on disk, and a reload from it."""
     seconds: Seconds = {"save": [], "reload": []}
     for _ in range(rounds):
         _change(model)
@@ -97,7 +97,7 @@ async def _with_engine(engine: Engine, action: Callable[[], Awaitable[Any]]) -> 
 
 
 def _publish_in_ranks(size: ModelSize, name: str, shared: str, rounds: int) -> list[float]:
-    """In each rank: the seconds of each publication."""
+    """Return, in each rank, the seconds of each publication."""
     mesh = connected(MESHES[name])
     model = parallelize(even_llama(size), mesh).model
     pool = SegmentPool(Path(shared), sys.maxsize)

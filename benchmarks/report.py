@@ -143,7 +143,7 @@ def _metrics(iteration: int, episodes: Sequence[RecordedEpisode]) -> dict[str, f
 
 
 def table(episodes: Sequence[RecordedEpisode], first: int, tokenizer: Tokenizer) -> pa.Table:
-    """As a run keeps them. first: the number of the first one."""
+    """Make a table of episodes as a run keeps them. first: the number of the first one."""
     source = np.random.default_rng(first)
     rows = [_row(each, first + n, tokenizer, source) for n, each in enumerate(episodes)]
     return pa.Table.from_pylist(rows, SCHEMA)

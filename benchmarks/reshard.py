@@ -49,7 +49,7 @@ MEBIBYTE = 2**20
 
 
 class ModelSize(NamedTuple):
-    """What differs between the full and the quick benchmark."""
+    """Numbers in which the full and the quick benchmark differ."""
 
     layers: int
     vocabulary: int
@@ -181,7 +181,7 @@ class _Learner:
         return {"received": moved.moved_bytes, "counted": moved.peak_bytes}
 
     def through_checkpoint(self, shape: StageDeployment, directory: Path) -> None:
-        """What a change of the mesh costs when processes start again, without their start."""
+        """Change the mesh as it happens when processes start again, without their start."""
         parallel = self.parallel
         write_training_state(
             directory,
@@ -207,7 +207,7 @@ class _Learner:
         return sum(each.tensor.nbytes for each in slices)
 
     def checksum(self) -> float:
-        """Of all values, whatever the mesh: each element counts once."""
+        """Add up all values, whatever the mesh: each element counts once."""
         total = torch.zeros(1, dtype=torch.float64)
         for name, parameter in self.parallel.model.named_parameters():
             for tensor in (parameter, *self.optimizer.state[name].values()):
@@ -238,7 +238,7 @@ def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _measure(size: ModelSize, rounds: int, scratch: str) -> list[dict[str, Any]]:
-    """In each rank: the walk, `rounds` times; one row a hop."""
+    """Make the walk in each rank, `rounds` times; one row a hop."""
     learner = _Learner(size, HOPS[WALK[0]])
     before = learner.checksum()
     rows = [

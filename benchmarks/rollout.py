@@ -100,7 +100,7 @@ class Recorder:
 
     @property
     def recording(self) -> Recording:
-        """What was recorded so far."""
+        """Turns that were recorded so far."""
         return Recording(list(self._turns.values()))
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

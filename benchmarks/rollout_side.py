@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from benchmarks.rollout import Recorder, Recording
 from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.pretrained.model_directory import model_directory, read_model_shape
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
@@ -41,7 +41,7 @@ from tools.harness import stdout_for_results
 
 
 class Side(Protocol):
-    """What is measured."""
+    """A program whose rollout is measured."""
 
     async def start(self) -> None: ...
     async def measure(self, command: dict[str, Any]) -> dict[str, Any]: ...

@@ -227,7 +227,7 @@ def _means(compared: Sequence[Compared]) -> list[str]:
 
 
 def percent(value: float) -> str:
-    """Such as `1.2 %`."""
+    """Write a share, such as `1.2 %`."""
     return f"{100 * value:.1f} %"
 
 

@@ -36,7 +36,7 @@ _GRACE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. requests: of an iteration, shared by a layout's engines. loads: context and
+    """Sizes to measure. requests: of an iteration, shared by a layout's engines. loads: context and
     samples of each update."""
 
     rollout_contexts: dict[str, tuple[int, ...]]
@@ -106,7 +106,7 @@ def save_model(directory: Path, positions: int) -> Path:
 
 
 class Bench:
-    """Where the worker groups of one benchmark live, and the model that they load."""
+    """Place of one benchmark's worker groups, and the model that they load."""
 
     def __init__(self, directory: Path, sizes: Sizes, note: Note) -> None:
         self.directory, self.sizes, self.note = directory, sizes, note

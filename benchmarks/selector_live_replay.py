@@ -67,7 +67,7 @@ class Switching:
 
     @classmethod
     def of(cls, table: LiveTable, engine: str) -> Switching:
-        """Of the engine's layouts and of the update."""
+        """Return the costs of the engine's layouts and of the update."""
         found = [switch for switch in table.switches if switch.engine == engine]
         return cls(
             {switch.candidate: switch.start for switch in found},
@@ -92,8 +92,8 @@ class Switching:
 
 @dataclass
 class Course:
-    """What a run took: seconds of each iteration, the layouts that it had, and how often a stage
-    ran out of memory."""
+    """The course of a run: seconds of each iteration, the layouts that it had, and how often a
+    stage ran out of memory."""
 
     seconds: list[float] = field(default_factory=list)
     failures: int = 0
@@ -147,7 +147,8 @@ class World:
         return limited
 
     def layout_of(self, deployment: StageDeployment) -> StageDeployment:
-        """As it was measured: limits that limit nothing are none, a GPU's threads do not matter."""
+        """Return the layout as it was measured: limits that limit nothing are none, a GPU's threads
+        do not matter."""
         layout = candidate_of(deployment, self.table.hardware)
         if (
             layout.stage == "rollout"
@@ -157,7 +158,7 @@ class World:
         return layout
 
     def seconds(self, layout: StageDeployment, context: float) -> float:
-        """Of the layout's stage in one iteration, on set B."""
+        """Return the seconds of the layout's stage in one iteration, on set B."""
         return self.judge.seconds(layout, context, self.run.responses)
 
     def matrix(self, stage: str, truth: Truth) -> list[list[float]]:
@@ -217,7 +218,7 @@ class World:
     def observed(
         self, given: SelectionInput, plan: DeploymentPlan, context: float, turn: Truth
     ) -> list[Observation]:
-        """What the run sees of its own layouts."""
+        """List the observations that the run makes of its own layouts."""
         found = []
         for stage in STAGES:
             layout = self.layout_of(plan[stage])
@@ -304,7 +305,7 @@ class Policy:
     at: int | None = None
 
     def settings(self, fixed_fields: tuple[str, ...]) -> SelectorConfig:
-        """As a run file would have it."""
+        """Return the settings as a run file would have them."""
         return SelectorConfig(
             policy=self.rule, fixed_fields=fixed_fields, profiled_requests=self.at
         )
@@ -354,7 +355,7 @@ def selection(
     plan: DeploymentPlan | None,
     seen: Sequence[Observation],
 ) -> SelectionInput:
-    """What `select` gets before an iteration."""
+    """Make the input that `select` gets before an iteration."""
     run, table = world.run, world.table
     settings = policy.settings(world.fixed_fields)
     past = tuple(run.contexts[max(0, iteration - WINDOW) : iteration])

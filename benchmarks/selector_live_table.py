@@ -1,4 +1,5 @@
-"""What `benchmarks.selector_live` measured, twice, and what it says of loads in between."""
+"""Measurements of `benchmarks.selector_live`, made twice, and their interpolation to loads in
+between."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Cell(NamedTuple):
 
     @property
     def size(self) -> float:
-        """What decides whether it fits: live tokens of an engine, tokens of a sample."""
+        """Size that decides whether the cell fits: live tokens of an engine, tokens of a sample."""
         return float(self.context * (self.requests if self.engine else 1))
 
 
@@ -73,7 +74,7 @@ class LiveTable:
         return list(dict.fromkeys(cell.engine for cell in self.cells if cell.engine))
 
     def of(self, engine: str) -> list[Cell]:
-        """What a run on this engine meets: its cells and the update's."""
+        """List the cells that a run on this engine meets: the engine's and the update's."""
         return [cell for cell in self.cells if cell.engine in (engine, "")]
 
     def contexts(self, engine: str) -> list[int]:
@@ -83,7 +84,7 @@ class LiveTable:
         return sorted(rollout & update)
 
     def write(self, path: Path) -> None:
-        """As JSON, for `read`."""
+        """Write the table as JSON, for `read`."""
         content = {
             "model": self.model.model_dump(),
             "hardware": self.hardware.model_dump(),
@@ -97,7 +98,7 @@ class LiveTable:
 
     @classmethod
     def read(cls, path: Path) -> LiveTable:
-        """What `write` wrote."""
+        """Read a table that `write` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         return cls(
             ModelShape.model_validate(content["model"]),
@@ -163,12 +164,12 @@ Pick = Callable[[Cell], float]
 
 
 def from_a(cell: Cell) -> float:
-    """What a policy may see."""
+    """Return the value that a policy may see."""
     return statistics.median(cell.a)
 
 
 def from_b(cell: Cell) -> float:
-    """What policies are judged by."""
+    """Return the value that policies are judged by."""
     return statistics.median(cell.b)
 
 
@@ -229,7 +230,7 @@ class Truth:
         self._budgets = sorted({c.max_tokens_per_microbatch for c in rates if c.stage == "update"})
 
     def layouts(self, stage: str) -> list[StageDeployment]:
-        """Those of the stage that were measured."""
+        """List the stage's layouts that were measured."""
         return sorted(c for c in self._surfaces if c.stage == stage)
 
     def rate(self, candidate: StageDeployment, context: float, episodes: int) -> float:
@@ -241,8 +242,8 @@ class Truth:
         return surface(context, offered(candidate, episodes))
 
     def seconds(self, candidate: StageDeployment, context: float, episodes: int) -> float:
-        """Of the stage in one iteration, in which each episode has `context` tokens; infinite where
-        the memory runs out."""
+        """Return the seconds of the stage in one iteration, in which each episode has `context`
+        tokens; infinite where the memory runs out."""
         size = context * (offered(candidate, episodes) if candidate.stage == "rollout" else 1)
         if size >= self._limits.get(self._measured(candidate, context), math.inf):
             return math.inf

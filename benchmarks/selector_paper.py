@@ -38,7 +38,7 @@ from tools.harness import Report, Row, parser, publish
 
 
 class Ways(NamedTuple):
-    """How the sign of each cell was predicted: per cent from TP 4 to TP 8."""
+    """Ways of predicting the sign of each cell: per cent from TP 4 to TP 8."""
 
     roofline: dict[Place, float]
     cell: dict[Place, float]
@@ -175,7 +175,8 @@ def without_roofline() -> dict[str, int]:
 
 
 def forbidden_at_the_end() -> str:
-    """What `live_tokens` says of TP 4 at 32K x 128, with the grid as its profile."""
+    """Return the problem that `live_tokens` names of TP 4 at 32K x 128, with the grid as its
+    profile."""
     given = selection(32768.0, 128, measured())
     rows = considered(given).predictions["rollout"]
     return next((r.problem for r in rows if r.candidate.tensor_parallel == SMALL), "")

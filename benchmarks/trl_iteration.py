@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.trl_rollout import Colocated, Forward, Player, Sampler, play
 from earl_core.environments.registry import create
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.trajectory.samples import derive_seed
 
 

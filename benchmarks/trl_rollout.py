@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from earl_core.environments.base import Environment
-from earl_core.rollout.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
 
 
 class Player:
@@ -95,7 +95,7 @@ class Forward:
         self._passes = _Cached(model) if use_cache else _Plain(model)
 
     def sample(self, players: list[Player], temperature: float) -> list[int]:
-        """See `Sampler`."""
+        """Sample a token for each player from a forward pass in bf16, as `Sampler` wants."""
         with torch.autocast(self._model.device.type, torch.bfloat16):
             logits = self._passes.logits(players)
         shares = torch.softmax(logits.float() / temperature, -1)
@@ -109,7 +109,8 @@ class Colocated:
         self._llm = llm
 
     def sample(self, players: list[Player], temperature: float) -> list[int]:
-        """See `Sampler`; vLLM's prefix cache spares it the earlier turns."""
+        """Sample a token for each player with vLLM, whose prefix cache spares it the earlier
+        turns."""
         from vllm import SamplingParams
 
         answers = self._llm.generate(

@@ -66,7 +66,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """What the table calls it."""
+        """Name of the case in the table."""
         return f"{self.name} {self.precision}"
 
 

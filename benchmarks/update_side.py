@@ -132,7 +132,8 @@ class SamePacking(PlainLoop):
     attention = register_attention()
 
     def packs(self, episodes: Sequence[RecordedEpisode]) -> list[Pack]:
-        """See `PlainLoop`."""
+        """Pack the episodes as `PolicyLearner` does, with shared prefixes, within the token
+        budget."""
         samples = training_samples(episodes)
         made = []
         budget = self._settings["max_tokens_per_microbatch"]
@@ -155,7 +156,7 @@ class PositionIds(PlainLoop):
     """Whole samples end to end, kept apart by their position ids; transformers' sdpa attention."""
 
     def packs(self, episodes: Sequence[RecordedEpisode]) -> list[Pack]:
-        """See `PlainLoop`."""
+        """Pack whole episodes one after the other within the token budget."""
         budget = self._settings["max_tokens_per_microbatch"]
         plan = plan_microbatches([len(episode) for episode in episodes], budget)
         return [self._pack([episodes[row] for row in rows]) for rows in plan]
@@ -175,10 +176,10 @@ LOOPS: dict[str, type[PlainLoop]] = {"SamePacking": SamePacking, "PositionIds": 
 
 
 class Side(Protocol):
-    """What is measured."""
+    """A program whose update is measured."""
 
     def prepare(self, episodes: list[RecordedEpisode]) -> None:
-        """Whatever is not part of the update."""
+        """Do whatever is not part of the update."""
 
     def update(self) -> dict[str, float]:
         """One update of what was prepared: `norm` of its gradient, `computed` tokens."""
@@ -203,11 +204,11 @@ class Earl:
         self._iteration = 0
 
     def prepare(self, episodes: list[RecordedEpisode]) -> None:
-        """See `Side`."""
+        """Make the training samples of the episodes."""
         self._samples = training_samples(episodes)
 
     def update(self) -> dict[str, float]:
-        """See `Side`."""
+        """Update the learner, and measure as `Side` wants."""
         found = self._learner.update(self._samples, iteration=self._iteration)
         self._iteration += 1
         shared = found["shared_prefix_share"]
@@ -225,11 +226,11 @@ class Plain:
         self._packs: list[Any] = []
 
     def prepare(self, episodes: list[RecordedEpisode]) -> None:
-        """See `Side`."""
+        """Pack the episodes with the loop's own packing."""
         self._packs = self._loop.packs(episodes)
 
     def update(self) -> dict[str, float]:
-        """See `Side`."""
+        """Update by the plain loop, and measure as `Side` wants."""
         norm = self._loop.update(self._packs)
         return {"norm": norm, "computed": float(sum(pack.computed for pack in self._packs))}
 

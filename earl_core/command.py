@@ -1,4 +1,4 @@
-"""Where the command `earl` starts: in the one package whose name nobody else uses."""
+"""Start of the command `earl`: in the one package whose name nobody else uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs after what. No tensors here, and no torch in this process."""
+"""Order of the stages and flows. No tensors here, and no torch in this process."""
 
 from earl_core.system.import_path import prepare
 

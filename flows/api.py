@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["ConfigError", "EarlError", "Game", "Iteration", "Run"]
 
 _FIRST_PROMPT = 2**41
-"""Of games that are played for people: far from the prompts of training and of evaluation."""
+"""First prompt of games that are played for people: far from the prompts of training and of
+evaluation."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Run:
     def from_file(
         cls, path: str | Path, settings: Mapping[str, Any] | None = None, **common: Any
     ) -> Run:
-        """As `from_recipe`, of a run file."""
+        """Make a run of a run file, as `from_recipe` does of a recipe."""
         if not Path(path).is_file():
             raise ConfigError(f"there is no run file {path}: give the path of a YAML file")
         return cls(str(path), _overrides({**(settings or {}), **common}))
@@ -267,8 +268,8 @@ class Run:
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:
-    """As `load_config` takes them: JSON is YAML, unless it escapes characters; a name is a text as
-    it is."""
+    """Write the settings as `load_config` takes them: JSON is YAML, unless it escapes characters; a
+    name is a text as it is."""
 
     def text(value: Any) -> str:
         return json.dumps(value, default=str, ensure_ascii=False)

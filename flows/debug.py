@@ -33,7 +33,7 @@ from tasks.stage_tasks import TASKS
 REPEATABLE = tuple(
     stage.name for wave in waves(STAGES.values()) for stage in wave if stage.makes != "weights"
 )
-"""What can be repeated by itself."""
+"""Stages that can be repeated by themselves."""
 
 Result = TypeVar("Result")
 
@@ -88,7 +88,8 @@ class _PlainCalls:
 
 
 def _driven(work: Coroutine[Any, Any, Result]) -> Result:
-    """What a coroutine over plain calls returns. The stages may run event loops of their own."""
+    """Return the result of a coroutine over plain calls. The stages may run event loops of their
+    own."""
     try:
         work.send(None)
     except StopIteration as done:

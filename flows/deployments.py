@@ -1,4 +1,4 @@
-"""What the Prefect server offers to start: a deployment for each flow that people start.
+"""The deployments that the Prefect server offers: one for each flow that people start.
 
 `earl up` deploys them. `prefect.yaml` says the same to `prefect deploy`, for a server and a worker
 of somebody's own; a test keeps the two equal. They name flows by module, so that an installed
@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.flow_notes import TAG
+from flows.flow_ledger import TAG
 from flows.forms import FIRST_RUN, renew_runs
 from flows.server_access import Access
 
@@ -30,7 +30,7 @@ class Deployment(NamedTuple):
     description: str
     parameters: dict[str, Any]
     alone: bool
-    """Whether a second flow run waits for the first."""
+    """True where a second flow run waits for the first."""
 
     @property
     def entrypoint(self) -> str:
@@ -38,7 +38,7 @@ class Deployment(NamedTuple):
         return f"flows.{self.name}:{self.name}"
 
     def project_entry(self) -> dict[str, Any]:
-        """As it stands in `prefect.yaml`."""
+        """Entry of the deployment in `prefect.yaml`."""
         return {
             "name": self.name,
             "entrypoint": self.entrypoint,
@@ -132,7 +132,7 @@ def import_flows() -> None:
 
 
 def _ensure(access: Access, known: str, collection: str, new: dict[str, Any]) -> Any:
-    """What is known there; None when it had to be made."""
+    """Return the object that is known there; None when it had to be made."""
     try:
         return access.ask(known)
     except urllib.error.HTTPError as error:
@@ -147,7 +147,7 @@ def _ensure(access: Access, known: str, collection: str, new: dict[str, Any]) ->
 
 
 def _schema(deployment: Deployment) -> dict[str, Any]:
-    """What the form shows; imports the flow."""
+    """Return the schema that the form shows; imports the flow."""
     module, _, name = deployment.entrypoint.partition(":")
     schema: dict[str, Any] = getattr(import_module(module), name).parameters.model_dump()
     return schema

@@ -1,4 +1,4 @@
-"""How a flow that fails says so in Prefect: one sentence, and the command that goes on.
+"""Messages of a failed flow in Prefect: one sentence, and the command that goes on.
 
 Prefect logs a traceback for each exception that leaves a task, a flow and the process. For an error
 of ours its text is logged instead, unless Prefect logs at DEBUG.
@@ -49,7 +49,7 @@ def log_sentences() -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong, without the worker's log and without a traceback."""
+    """Say what went wrong, without the worker's log and without a traceback."""
     if isinstance(error, WorkerCallFailed) and error.expected:
         return error.raised.message
     if isinstance(error, WorkerError):

@@ -27,23 +27,24 @@ def _configured() -> str:
 
 
 def train_name() -> str:
-    """Such as `train tictactoe_tiny`."""
+    """Name a flow run, such as `train tictactoe_tiny`."""
     return f"train {_configured()}"
 
 
 def profile_name() -> str:
-    """Such as `profile tictactoe_tiny`."""
+    """Name a flow run, such as `profile tictactoe_tiny`."""
     return f"profile {_configured()}"
 
 
 def iteration_name() -> str:
-    """Such as `tictactoe_tiny 12`; the flow says so itself once it knows which is the next."""
+    """Name a flow run, such as `tictactoe_tiny 12`; the flow says so itself once it knows which is
+    the next."""
     given = _given()
     number = given.get("number")
     return f"{Path(given['run']).resolve().name} {'next' if number is None else number}"
 
 
 def evaluate_name() -> str:
-    """Such as `evaluate tictactoe_tiny last`."""
+    """Name a flow run, such as `evaluate tictactoe_tiny last`."""
     given = _given()
     return f"evaluate {Path(given['run']).resolve().name} {given['checkpoint']}"

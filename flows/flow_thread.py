@@ -19,7 +19,7 @@ from flows import server
 from flows.server_access import ServerWatch
 
 STOP_SECONDS = 60.0
-"""For the workers of a flow that is stopped to end."""
+"""Seconds for the workers of a flow that is stopped to end."""
 
 _POLL_SECONDS = 0.2
 
@@ -94,7 +94,7 @@ class FlowThread:
             self.result()
 
     def result(self) -> Any:
-        """What the flow returns, at its end; raises what it raises, or `ServerLost`."""
+        """Wait for the flow and return its result; raises what it raises, or `ServerLost`."""
         while self._thread.is_alive():
             self._thread.join(_POLL_SECONDS)
             self._check()

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from earl_core.config.load import recipe_names
-from flows.flow_notes import TAG
+from flows.flow_ledger import TAG
 from flows.server_access import Access
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ def renew_runs(access: Access, runs_directory: str | Path, timeout: float = 10.0
 
 
 def try_to_renew_runs(access: Access, runs_directory: str | Path) -> None:
-    """As `renew_runs`, quickly; the forms of a server that cannot be asked now stay as they are."""
+    """Renew the runs as `renew_runs` does, quickly; the forms of a server that cannot be asked now
+    stay as they are."""
     try:
         renew_runs(access, runs_directory, _QUICK_SECONDS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -29,10 +29,10 @@ from flows.forms import RunPath, titled
 from flows.running import HOOKS, controller_on, finished_text, hosts_changed, recorded, rename
 from flows.stage_graph import Result, StageGraph, Work
 from tasks.report import finish_iteration, publish_artifacts
+from tasks.result_security import forget_results
 from tasks.select import share_profile
 from tasks.stage import StageRef, caching
 from tasks.stage_tasks import TASKS
-from tasks.trust import forget_results
 
 
 @flow(

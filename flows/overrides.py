@@ -34,7 +34,8 @@ _VALUES = (
 
 
 def _any_case(pattern: str) -> str:
-    """For patterns without classes of letters; neither side's flags can be relied on."""
+    """Make the pattern match both cases, for patterns without classes of letters; neither side's
+    flags can be relied on."""
     return "".join(f"[{c.upper()}{c}]" if c.isalpha() else c for c in pattern)
 
 

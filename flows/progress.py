@@ -1,4 +1,4 @@
-"""What the events of a run come to in words, and which of them deserve a line of a log."""
+"""A run's events in words, and the choice of those that deserve a line of a log."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _PREPARATIONS = {
 _UNITS = ("episodes", "samples", "steps", "MB")
 
 FIRST_SECONDS = 2.0
-"""From when on work that goes on is told of."""
+"""Seconds from when on work that goes on is told of."""
 EVERY_SECONDS = 10.0
-"""How long a log of work that goes on is silent, at most."""
+"""Most seconds for which a log of work that goes on is silent."""
 
 
 def preparation(event: Event) -> str:
-    """What an event says about workers or a model that a stage waits for; empty: nothing."""
+    """Describe the workers or the model that a stage waits for, by an event; empty: nothing."""
     return next((form.format(event[k]) for k, form in _PREPARATIONS.items() if k in event), "")
 
 
 def counted(event: Event) -> tuple[float, float, str]:
-    """How many are done of how many, and of what, such as `episodes` or `MB`; (0, 0, "") where an
-    event does not count."""
+    """Return how many are done of how many, and of what, such as `episodes` or `MB`; (0, 0, "")
+    where an event does not count."""
     for unit in _UNITS:
         if f"{unit}_done" in event:
             return event[f"{unit}_done"], event.get(unit, 0.0), unit
@@ -60,7 +60,7 @@ def work_text(stage: str, iteration: int) -> str:
 
 
 class Pace:
-    """Of events that come several times a second, the lines that a log gets: the first after two
+    """The lines that a log gets of events that come several times a second: the first after two
     seconds, then one every ten, and one when half is done. Any thread may ask.
 
     clock: gives seconds.

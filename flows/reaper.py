@@ -18,8 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows import flow_notes
-from flows.flow_notes import Note
+from flows import flow_ledger
+from flows.flow_ledger import Note
 from flows.server import ServerUnavailable, running_server
 from flows.server_access import Access
 
@@ -51,35 +51,35 @@ def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0)
 
     Raises `OSError` or `ValueError` when the server cannot be asked.
     """
-    notes = [note for note in flow_notes.read_all(runs_directory) if note.here]
+    notes = [note for note in flow_ledger.read_all(runs_directory) if note.here]
     corrected = [note.flow_run for note in notes if _settle(access, runs_directory, note, timeout)]
     known = {note.flow_run for note in notes}
     chosen = {
         "flow_runs": {
-            "tags": {"all_": [flow_notes.TAG]},
+            "tags": {"all_": [flow_ledger.TAG]},
             "state": {"type": {"any_": _OPEN}},
         },
         "flows": {"name": {"any_": _FLOWS}},
         "limit": 200,
     }
     for found in access.ask("flow_runs/filter", chosen, timeout=timeout):
-        identity, tags = str(found["id"]), flow_notes.marks_of(found)
-        if identity in known or flow_notes.of_other_runs(tags, runs_directory):
+        identity, tags = str(found["id"]), flow_ledger.marks_of(found)
+        if identity in known or flow_ledger.of_other_runs(tags, runs_directory):
             continue
-        note = flow_notes.note_from_tags(identity, tags)
+        note = flow_ledger.note_from_tags(identity, tags)
         dead = note is None or (note.here and not note.alive)
         if dead and (note is None or _retried(found)):
             dead = found["state_type"] == "RUNNING" and _age(found) > _UNOWNED_SECONDS
         # One that began meanwhile has a note by now.
-        if dead and flow_notes.read(runs_directory, identity) is None:
+        if dead and flow_ledger.read(runs_directory, identity) is None:
             _set(access, identity, _killed(str(found["state_type"])), timeout)
             corrected.append(identity)
     return corrected
 
 
 def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: float) -> bool:
-    """Give the flow run of a note its state; whether it had another. What is settled is removed."""
-    age = flow_notes.age(runs_directory, note)
+    """Give the flow run of a note its state; whether it had another. A settled note is removed."""
+    age = flow_ledger.age(runs_directory, note)
     if note.alive and note.outcome is not None and age < _UNOWNED_SECONDS:
         return False  # Prefect is about to tell the server itself
     try:
@@ -89,14 +89,14 @@ def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: flo
             raise
         # It is at another server, or that one's database is gone.
         if not note.alive and age > _FORGOTTEN_SECONDS:
-            flow_notes.remove(runs_directory, note.flow_run)
+            flow_ledger.remove(runs_directory, note.flow_run)
         return False
-    if flow_notes.read(runs_directory, note.flow_run) != note:
+    if flow_ledger.read(runs_directory, note.flow_run) != note:
         return False  # it has just ended
     wanted = note.outcome or ("RUNNING" if note.alive else _verdict(note, state))
     if state in _WAITING and wanted != "RUNNING":
         # What is noted had run: it has ended, and is about to be tried again.
-        flow_notes.remove(runs_directory, note.flow_run)
+        flow_ledger.remove(runs_directory, note.flow_run)
         return False
     if wanted == "RUNNING" or note.outcome is None:
         wrong = (state in _FINAL) == (wanted == "RUNNING")
@@ -105,17 +105,19 @@ def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: flo
     if wrong:
         _set(access, note.flow_run, wanted, timeout)
     if wanted != "RUNNING":
-        flow_notes.remove(runs_directory, note.flow_run)
+        flow_ledger.remove(runs_directory, note.flow_run)
     return wrong
 
 
 def _killed(state: str) -> str:
-    """How a flow in this state ended whose process was killed; its worker kills, too."""
+    """Return the final state of a flow in this state whose process was killed; its worker kills,
+    too."""
     return "CANCELLED" if state in ("CANCELLING", "CANCELLED") else "CRASHED"
 
 
 def _verdict(note: Note, state: str) -> str:
-    """How a flow ended whose process was killed: its run directory may say that it was done."""
+    """Return the final state of a flow whose process was killed: its run directory may say that it
+    was done."""
     if not note.run:
         return _killed(state)
     # Every command imports this module, and this takes longer than the rest together.
@@ -130,7 +132,8 @@ def _verdict(note: Note, state: str) -> str:
 
 
 def _retried(flow_run: dict[str, Any]) -> bool:
-    """Whether the process that a flow run's labels name is that of an attempt before this one."""
+    """Tell whether the process that a flow run's labels name is that of an attempt before this
+    one."""
     return int(flow_run["run_count"]) > (0 if flow_run["state_type"] in _WAITING else 1)
 
 
@@ -146,7 +149,8 @@ def _set(access: Access, flow_run: str, wanted: str, timeout: float) -> None:
 
 
 def try_to_reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0) -> None:
-    """As `reconcile`; a server that cannot be asked now is asked the next time."""
+    """Correct the states as `reconcile` does; a server that cannot be asked now is asked the next
+    time."""
     try:
         for flow_run in reconcile(access, runs_directory, timeout):
             logger.info("corrected the state of flow run %s", flow_run)

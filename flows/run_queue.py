@@ -27,7 +27,7 @@ _EVERY_SECONDS = 2.0
 
 
 def waits() -> bool:
-    """Whether the flow run at hand waits for its run, rather than fail at once."""
+    """Tell whether the flow run at hand waits for its run, rather than fail at once."""
     context = FlowRunContext.get()
     flow_run = context.flow_run if context is not None else None
     return flow_run is not None and flow_run.deployment_id is not None

@@ -1,4 +1,4 @@
-"""What every flow does around its work: notes for the server's sake, and an open run."""
+"""The part that every flow does around its work: notes for the server's sake, and an open run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_SSL_CERT_FILE,
 from prefect.states import Cancelled
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.control.live import interrupt_all
 from earl_core.control.run_controller import (
     HostsChanged,
     RunController,
     close_controller,
     find_controller,
-    interrupt_all,
     open_controller,
 )
 from earl_core.run.lock import is_locked
 from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_error
 from earl_core.system.errors import InUse
-from flows import flow_notes
+from flows import flow_ledger
 from flows.failure import failed, log_sentences
-from flows.flow_notes import Note
+from flows.flow_ledger import Note
 from flows.forms import try_to_renew_runs
 from flows.progress import Pace, preparation, ticking
 from flows.reaper import keep_reconciled
@@ -41,9 +41,9 @@ from flows.run_queue import wait_for, waits
 from flows.server_access import Access
 from flows.tls_context import share_tls_context
 from tasks.reports.lines import evaluation_text, iteration_text
+from tasks.result_security import distrust_servers
 from tasks.tracking.mlflow_client import check_tracker
 from tasks.tracking.tracker import Tracker
-from tasks.trust import distrust_servers
 
 distrust_servers()
 share_tls_context()
@@ -56,7 +56,7 @@ _noted: dict[str, tuple[str, Note]] = {}
 
 _pace = Pace()
 _loggers: list[Any] = []
-"""Of the flow runs of this process that go on."""
+"""Loggers of the flow runs of this process that go on."""
 
 _stopped: list[str] = []
 """The outcome of what this process was told to stop, once it was."""
@@ -69,7 +69,7 @@ def set_listener(listener: Callable[[str, int, dict[str, Any]], None] | None) ->
 
 
 def heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
-    """What work says while it goes on: lines of the Prefect run's log, and the display's."""
+    """Report an event of work that goes on: to the Prefect run's log, and to the display."""
     _pace.heard(stage, iteration, event)
     told = (event.get(key) for key in ("switched", "repeated", "chosen", "say", "still"))
     text = next(filter(None, told), None)
@@ -112,22 +112,22 @@ def stop_flows(outcome: str = "CANCELLED") -> None:
     if not _stopped:
         _stopped.append(outcome)
     for runs_directory, note in list(_noted.values()):
-        flow_notes.end(runs_directory, note, _stopped[0])
+        flow_ledger.end(runs_directory, note, _stopped[0])
     interrupt_all()
 
 
 def stopping() -> bool:
-    """Whether the flows of this process were told to stop."""
+    """Tell whether the flows of this process were told to stop."""
     return bool(_stopped)
 
 
 def run_flow(flow: Flow[Any, Any], runs_directory: str | Path, **parameters: Any) -> Any:
     """Run a flow to its end, made with the tags by which it is found if it is killed early.
 
-    What an earlier flow of this process was told does not stop this one.
+    A stop of an earlier flow of this process does not stop this one.
     """
     _stopped.clear()
-    with tags(*flow_notes.owner_tags(runs_directory)):
+    with tags(*flow_ledger.owner_tags(runs_directory)):
         return asyncio.run(flow(**parameters))
 
 
@@ -158,8 +158,8 @@ async def recorded(
         return await work
     runs = str(runs_directory)
     identity = str(context.flow_run.id)
-    note = flow_notes.note_of(identity, str(run.resolve()) if run else "", iteration)
-    flow_notes.write(runs, note)
+    note = flow_ledger.note_of(identity, str(run.resolve()) if run else "", iteration)
+    flow_ledger.write(runs, note)
     _noted[identity] = runs, note
     try:
         shown = [context.flow.name, label or (run.resolve().name if run else "")]
@@ -167,13 +167,13 @@ async def recorded(
         with _logged():
             value = await work
         outcome = str(value.type.value) if isinstance(value, State) else "COMPLETED"
-        flow_notes.end(runs, note, outcome)
+        flow_ledger.end(runs, note, outcome)
         return value
     except Exception as error:
         if _stopped and _stopped[0] == "CANCELLED":
-            flow_notes.end(runs, note, "CANCELLED")
+            flow_ledger.end(runs, note, "CANCELLED")
             return Cancelled(message="Stopped. What is finished is kept.")
-        flow_notes.end(runs, note, "FAILED")
+        flow_ledger.end(runs, note, "FAILED")
         return failed(error, run)
     except BaseException:
         # Told to end by Prefect: the workers end now, not when somebody waits for them.
@@ -227,9 +227,9 @@ def _tell_owner(flow_run: FlowRun, runs_directory: str, shown: list[str]) -> Non
     if access is None:
         return
     # Made by a worker, or by a program of the user's, it has none of ours.
-    tags = {*flow_run.tags, *flow_notes.owner_tags(runs_directory), *filter(None, shown)}
+    tags = {*flow_run.tags, *flow_ledger.owner_tags(runs_directory), *filter(None, shown)}
     with suppress(OSError, ValueError):
-        labels = flow_notes.labels_of(tags)
+        labels = flow_ledger.labels_of(tags)
         access.ask(f"flow_runs/{flow_run.id}/labels", labels, method="PATCH")
         body = {"tags": sorted(tags - {f"{name}:{value}" for name, value in labels.items()})}
         access.ask(f"flow_runs/{flow_run.id}", body, method="PATCH")
@@ -242,7 +242,7 @@ def forget(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Prefect calls this when its server has a flow run's final state."""
     runs, _ = _noted.pop(str(flow_run.id), (None, None))
     if runs is not None:
-        flow_notes.remove(runs, str(flow_run.id))
+        flow_ledger.remove(runs, str(flow_run.id))
 
 
 HOOKS: dict[str, Any] = {
@@ -266,7 +266,8 @@ async def controller_on(run: str) -> AsyncIterator[RunController]:
 
 
 def hosts_changed(controller: RunController, error: BaseException) -> HostsChanged | None:
-    """What a stage raises while a host is lost is the loss's doing."""
+    """Return the loss of a host as the cause of an error that a stage raises meanwhile; None where
+    no host is lost."""
     if isinstance(error, HostsChanged):
         return error
     return controller.lost_hosts() if isinstance(error, Exception) else None

@@ -1,4 +1,5 @@
-"""Which Prefect server a command uses: one that is trusted, or one of its own that ends with it.
+"""Choice of the Prefect server of a command: one that is trusted, or one of its own that ends with
+it.
 
 A server is trusted that PREFECT_API_URL or a profile of the Prefect home names, one that shows the
 certificate of `earl up`'s, or one at the default port whose socket belongs to this user: whoever
@@ -52,8 +53,8 @@ class ServerUnavailable(EarlError):
 def configure(runs_directory: str | Path) -> Path:
     """Set Prefect's and MLflow's environment for this project; returns the Prefect home.
 
-    What the environment says already is kept: PREFECT_HOME (else `<runs_directory>/prefect`),
-    PREFECT_API_URL, logging. Telemetry is off. Prefect's console log is off, for its tracebacks
+    Settings of the environment are kept: PREFECT_HOME (else `<runs_directory>/prefect`),
+    PREFECT_API_URL, logging. Telemetry is off. Prefect's console log is off, because its tracebacks
     repeat what the command reports itself; its interface still shows every log line.
 
     Raises `ConfigError` when nothing can be written into the runs directory or the Prefect home.
@@ -96,7 +97,7 @@ def _ask_loopback_directly() -> None:
 def _make_writable(directory: Path, name: str) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Tried, for some file systems allow what permissions say and refuse it all the same.
+        # Tried, because some file systems allow what permissions say and refuse it all the same.
         with tempfile.TemporaryFile(dir=directory):
             return
     except OSError as error:
@@ -120,11 +121,11 @@ def running_server(
 ) -> Access | None:
     """A server to use, None when there is none that is trusted.
 
-    What PREFECT_API_URL names, then what the active profile of the Prefect home names, then the
-    server of `earl up`, then one of this user at the default port, if its password is known. The
-    server of `earl up` is asked where only it can answer, however it was named.
-    patience: seconds to wait for one that was asked for by name.
-    Raises `ServerUnavailable` when a server was asked for by name and does not answer.
+    The server that PREFECT_API_URL names, then the one that the active profile of the Prefect home
+    names, then the server of `earl up`, then one of this user at the default port, if its password
+    is known. The server of `earl up` is asked where only it can answer, however it was named.
+    patience: seconds to wait for one that was asked for by name. Raises `ServerUnavailable` when a
+    server was asked for by name and does not answer.
     """
     asked = os.environ.get("PREFECT_API_URL")
     profile, standing = named_by_profile(home), living_service(runs_directory, "prefect")
@@ -149,7 +150,7 @@ def running_server(
 
 
 def access_of(service: Service) -> Access:
-    """Of the Prefect server of `earl up`."""
+    """Return the access to the Prefect server of `earl up`."""
     auth = f"{service.user}:{service.password}"
     return Access(service.secure, auth, service.certificate, service.url.removesuffix("/api"))
 
@@ -181,27 +182,27 @@ class Server:
 
     @property
     def embedded(self) -> bool:
-        """Whether it was started here and ends with this process."""
+        """True when the server was started here and ends with this process."""
         return self._process is not None
 
     @property
     def ended(self) -> bool:
-        """Whether it was started here and its process is gone."""
+        """True when the server was started here and its process is gone."""
         return self._process is not None and self._process.poll() is not None
 
     def watch(self) -> ServerWatch:
         """Notice from now on that it is lost."""
         return ServerWatch(self.access, self._process)
 
-    def ready(self, timeout: float = START_SECONDS) -> None:
+    def ready(self) -> None:
         """Wait until the server answers; raises `ServerUnavailable` with the end of its log."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + START_SECONDS
         while not self.access.healthy(5 * PROBE_SECONDS):
             ended = self.ended
             if self._stopped.is_set():
                 raise ServerUnavailable("the temporary Prefect server was stopped while it started")
             if ended or time.monotonic() > deadline:
-                how = "ended" if ended else f"did not answer within {timeout:.0f} s"
+                how = "ended" if ended else f"did not answer within {START_SECONDS:.0f} s"
                 raise ServerUnavailable(
                     f"the temporary Prefect server {how}: look at its log {self._log}, or start "
                     f"one with `earl up`.\n{tail(self._log)}"
@@ -293,8 +294,8 @@ def listening(port: int = 0) -> socket.socket:
 
 
 def server_environment(home: Path, access: Access) -> dict[str, str]:
-    """Of the process of a server: with the web interface and the services that deployments need, if
-    it has pages."""
+    """Return the environment of a server's process: with the web interface and the services that
+    deployments need, if it has pages."""
     site = access.site
     sites = site, site.replace("127.0.0.1", "localhost")
     kind = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
@@ -329,10 +330,13 @@ def _forget_dead(home: Path) -> None:
             certificate.unlink(missing_ok=True)
 
 
-def tail(log: Path, lines: int = 15) -> str:
+_TAIL_LINES = 15
+
+
+def tail(log: Path) -> str:
     """The end of a log, each line with the sign of a quotation."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    return "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+    return "\n".join(f"  | {line}" for line in text.splitlines()[-_TAIL_LINES:])

@@ -1,4 +1,4 @@
-"""Where a Prefect server listens, whose it is, and whether it lives; without importing Prefect."""
+"""Address of a Prefect server, its owner, and whether it lives; without importing Prefect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from earl_core.system.identity import trusting
 from earl_core.system.listeners import is_mine
 
 DEFAULT_URL = "http://127.0.0.1:4200/api"
-"""Where `prefect server start` and `earl up` listen unless told otherwise."""
+"""Address at which `prefect server start` and `earl up` listen unless told otherwise."""
 
 PROBE_SECONDS = 1.0
 _BUSY_SECONDS = 0.3
@@ -46,11 +46,11 @@ class Access(NamedTuple):
 
     @property
     def site(self) -> str:
-        """What people open in a browser."""
+        """Address that people open in a browser."""
         return self.pages or self.url.rstrip("/").removesuffix("/api")
 
     def environment(self) -> dict[str, str]:
-        """What Prefect's clients read."""
+        """Return the variables that Prefect's clients read."""
         given = {
             "PREFECT_API_URL": self.url,
             "PREFECT_API_AUTH_STRING": self.auth,
@@ -59,8 +59,8 @@ class Access(NamedTuple):
         return {name: value for name, value in given.items() if value}
 
     def healthy(self, timeout: float = PROBE_SECONDS) -> bool:
-        """Whether a Prefect server answers there, the right one where that can be told. It is told
-        no password."""
+        """Tell whether a Prefect server answers there, the right one where that can be told. It is
+        told no password."""
         return healthy(self.url, timeout, self.certificate)
 
     def ask(
@@ -97,10 +97,10 @@ class Access(NamedTuple):
                     raise
             time.sleep(_BUSY_SECONDS)
 
-    def lets_in(self, timeout: float = PROBE_SECONDS) -> bool:
-        """Whether the server answers who has this password, or has none."""
+    def lets_in(self) -> bool:
+        """Tell whether the server answers a client with this password, or with none."""
         with suppress(OSError, ValueError):
-            self.ask("admin/version", timeout=timeout)
+            self.ask("admin/version", timeout=PROBE_SECONDS)
             return True
         return False
 
@@ -118,7 +118,7 @@ def opener(certificate: str | None) -> urllib.request.OpenerDirector:
 
 
 def healthy(api_url: str, timeout: float = PROBE_SECONDS, certificate: str | None = None) -> bool:
-    """Whether a Prefect server answers at this API URL. It is told no password.
+    """Tell whether a Prefect server answers at this API URL. It is told no password.
 
     certificate: as of `Access`.
     """
@@ -134,8 +134,8 @@ def healthy(api_url: str, timeout: float = PROBE_SECONDS, certificate: str | Non
 
 
 def is_open(access: Access) -> bool:
-    """Whether a Prefect server of this user answers there and lets this process in: that of another
-    project has another password."""
+    """Tell whether a Prefect server of this user answers there and lets this process in: that of
+    another project has another password."""
     return is_mine(access.url) and access.healthy() and access.lets_in()
 
 
@@ -168,7 +168,7 @@ def write_access(path: Path, access: Access) -> None:
 
 
 def read_access(path: Path) -> Access | None:
-    """What `write_access` wrote, if this user wrote it."""
+    """Read the access that `write_access` wrote, if this user wrote it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(descriptor) as stream:

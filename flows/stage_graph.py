@@ -1,8 +1,8 @@
-"""What runs after what in one iteration, as the table of stages has it, whoever runs the stages.
+"""Order of the stages in one iteration, as the table of stages has it, whoever runs the stages.
 
 A stage that runs out of memory, or overflows the engines' context, has `select` choose again; one
-that lost ranks is tried again as it was. What was finished stays finished, and the stage is
-repeated from its sealed inputs.
+that lost ranks is tried again as it was. Finished stages stay finished, and the stage is repeated
+from its sealed inputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Work = Callable[[], Awaitable[Any]]
 
 
 class StageRunner(Protocol):
-    """How the stages of one iteration are run: as tasks of Prefect, or as plain calls."""
+    """A way to run the stages of one iteration: as tasks of Prefect, or as plain calls."""
 
     async def perform(self, stage: str, verdict: Verdict, read: Sequence[Manifest]) -> StageRef:
         """Run the stage's task, or have it find that it is finished. read: what it is given."""
@@ -120,7 +120,8 @@ class StageGraph:
         return DeploymentPlan.model_validate(self.manifests["select"].outputs["plan"])
 
     async def run(self, stage: Stage) -> None:
-        """Run a stage and wait for it. What was done before under another plan is not run again."""
+        """Run a stage and wait for it. A stage that was done before under another plan is not run
+        again."""
         if stage.name in self.manifests:
             return
         sources = stage.sources(self.controller.config)

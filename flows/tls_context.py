@@ -14,7 +14,7 @@ from prefect.client import orchestration
 
 
 def share_tls_context() -> None:
-    """From now on a context is made once for each file of certificates; before the first flow."""
+    """Make a context once for each file of certificates from now on; before the first flow."""
     if isinstance(orchestration.ssl, SimpleNamespace):
         return
     shared = SimpleNamespace(**vars(ssl))

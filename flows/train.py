@@ -20,9 +20,9 @@ from flows.iteration import PrefectRunner, iteration
 from flows.overrides import Overrides
 from flows.running import HOOKS, configured, heard, log, opened, recorded, stopping
 from flows.stage_graph import StageGraph
+from tasks.result_security import forget_results
 from tasks.select import select_inputs
 from tasks.train_pages import TrainPages
-from tasks.trust import forget_results
 
 
 @flow(
@@ -75,7 +75,8 @@ async def train(
 
 
 async def _train(settings: RunConfig) -> dict[str, Any]:
-    """On the hosts that there are; when they change, on the others, from what is finished."""
+    """Train on the hosts that there are; when they change, on the others, from the last finished
+    state."""
     changes: Counter[int] = Counter()
     changed: HostsChanged | None = None
     while True:
@@ -125,10 +126,12 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
 def _may_go_back(
     controller: RunController, number: int, returned: set[tuple[int, str, int]]
 ) -> bool:
-    """Whether to repeat what followed the last checkpoint, because the state since then is lost.
+    """Tell whether to repeat the iterations that followed the last checkpoint, because the state
+    since then is lost.
 
     Once for each choice of the iteration in which that was noticed, and for each loss of ranks that
-    was counted there: what is lost again under the same plan would be lost for ever.
+    was counted there, because a state that is lost again under the same plan would be lost for
+    ever.
     """
     attempt = "".join(select_inputs(controller, number))
     place = number, attempt, controller.losses[number]

@@ -45,9 +45,9 @@ def with_failures(
 ) -> dict[str, float]:
     """The advantage stage's metrics, with the failed episodes, which no rank sees.
 
-    Those of the rollout leave before its shards are written, those that could not be scored before
-    rewards are. groups: with an episode that has a reward; where groups are compared, those that
-    failed wholly are added to `groups_dropped`.
+    Episodes that failed in the rollout leave before its shards are written, episodes that could not
+    be scored before rewards are. groups: with an episode that has a reward; where groups are
+    compared, those that failed wholly are added to `groups_dropped`.
     """
     counted = {**metrics, "episodes_failed": failed}
     if groups is not None:

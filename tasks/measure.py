@@ -17,9 +17,9 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.control.device_figures import with_cores, with_figures
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import read_hardware
+from earl_core.control.live import find, live
 from earl_core.control.precision import resolved
 from earl_core.control.profile_workers import ProfileWorkers
-from earl_core.control.run_controller import find, live
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import SELECTABLE
@@ -45,8 +45,8 @@ from earl_core.system.processor import processor_name
 logger = logging.getLogger(__name__)
 
 _WEIGHT = 4.0
-"""Of a measured point beside one observation of a run: it is made of passes that nothing disturbed,
-and a single iteration's noise must not turn a choice."""
+"""Weight of a measured point beside one observation of a run: it is made of passes that nothing
+disturbed, and a single iteration's noise must not turn a choice."""
 
 _FAILURES = 3
 """So many points in a row that fail for another reason than memory end the profile."""
@@ -55,7 +55,8 @@ _FAILURES = 3
 def profile_of(
     config: RunConfig, hardware: Hardware, model: ModelShape
 ) -> tuple[Path, str, ProfileTable]:
-    """Where the profile of this model, hardware and software lies, its fingerprint, and the table.
+    """Return the directory of the profile of this model, hardware and software, its fingerprint,
+    and the table.
 
     The table is empty where nothing was measured. Raises `ProfileError` for a damaged file.
     """
@@ -159,7 +160,7 @@ class Profiler:
 
     @property
     def seconds_left(self) -> float:
-        """Of the budget, which all starts of a profile share."""
+        """Seconds left of the budget, which all starts of a profile share."""
         return max(0.0, self.budget - self.table.seconds)
 
     def next(self) -> Point | None:
@@ -242,7 +243,7 @@ class Profiler:
 
 
 def describe(point: Point) -> str:
-    """Such as `rollout TP 1 x 2, 1,024 tokens x 16 sequences`."""
+    """Describe a point, such as `rollout TP 1 x 2, 1,024 tokens x 16 sequences`."""
     what = "sequences" if point.candidate.stage == "rollout" else "samples"
     candidate = point.candidate._replace(max_running_requests=0)
     return (

@@ -1,4 +1,4 @@
-"""What a finished iteration leaves for people: metrics, artifacts in Prefect, the tracker."""
+"""Reports of a finished iteration for people: metrics, artifacts in Prefect, the tracker."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ async def publish_artifacts(
     """The plan and what it was chosen among, the curve, two episodes and the way to MLflow, in
     Prefect's UI.
 
-    manifests: up to the update's. What the stages took is observed first. Pages that cannot be made
-    or stored stop no training.
+    manifests: up to the update's. The observations of the stages are made first. Pages that cannot
+    be made or stored stop no training.
     """
     await asyncio.to_thread(observe, controller, manifests)
     try:

@@ -93,8 +93,8 @@ def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Deploymen
 
 
 def select_inputs(controller: RunController, iteration: int) -> list[str]:
-    """What the key of the step covers beside its settings: how often it was made before, and for
-    how many hosts."""
+    """List the inputs that the step's key covers beside its settings: how often it was made before,
+    and for how many hosts."""
     attempt = attempts_of(controller.observed.through(iteration), iteration)
     hosts = controller.hardware.hosts
     return [
@@ -176,8 +176,8 @@ def _statistics(
 
 
 def _reserved(controller: RunController, observed: Sequence[Observation]) -> dict[str, float]:
-    """What others held when each stage last ended; of one that has not run yet, what they hold,
-    unless it is on GPUs, which only their processes can ask."""
+    """Return the bytes that others held when each stage last ended; of a stage that has not run
+    yet, the bytes that they hold, unless it is on GPUs, which only their processes can ask."""
     known = {seen.stage: seen.reserved_bytes for seen in observed if seen.reserved_bytes > 0}
     if controller.hardware.gpus:
         return known

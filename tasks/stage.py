@@ -1,4 +1,4 @@
-"""What every stage's task has in common: key, verdict, execution, seal."""
+"""The part that every stage's task has in common: key, verdict, execution, seal."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.system import fault_points
-from tasks.trust import SERIALIZER, result_directory
+from tasks.result_security import SERIALIZER, result_directory
 
 StageRef = dict[str, Any]
-"""What one task hands to the next: {"run", "iteration", "stage", "digest"}; never data."""
+"""Reference that one task hands to the next: {"run", "iteration", "stage", "digest"}; never
+data."""
 
 Body = Callable[[], dict[str, Any]]
 """Runs a stage; returns {"shards", "outputs", "metrics"}, each optional."""
 
 
 class StageInputs(NamedTuple):
-    """What a stage is given: the iteration's plan, and the sealed manifests it reads, by their
+    """Inputs of a stage: the iteration's plan, and the sealed manifests it reads, by their
     stages."""
 
     controller: RunController
@@ -35,8 +36,8 @@ class StageInputs(NamedTuple):
 
     @property
     def references(self) -> list[StageRef]:
-        """Those to the manifests, in the order of the stage's `reads`. Workers take them instead of
-        the manifests, which they all see in the run directory."""
+        """References to the manifests, in the order of the stage's `reads`. Workers take them
+        instead of the manifests, which they all see in the run directory."""
         return [reference_to(self.controller, manifest) for manifest in self.manifests.values()]
 
 
@@ -95,7 +96,7 @@ def run_stage(controller: RunController, iteration: int, stage: str, body: Body)
         iteration=iteration,
         stage=stage,
         key=verdict.key,
-        policy_version=iteration,
+        policy_version=controller.run.versions.of_stage(iteration, stage),
         shards=shards,
         outputs=result.get("outputs", {}),
         metrics={name: float(value) for name, value in metrics.items() if _finite(value)},

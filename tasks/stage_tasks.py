@@ -20,5 +20,5 @@ TASKS: Mapping[str, Task[..., StageRef]] = {
     task.name: task
     for task in (select, rollout, reference, reward, advantage, update, publish, evaluation)
 }
-"""By the stage's name. Each takes the run, the iteration, then references to the plan and to what
-the stage reads; `select` the first two alone."""
+"""Tasks by the stage's name. Each takes the run, the iteration, then references to the plan and to
+what the stage reads; `select` the first two alone."""

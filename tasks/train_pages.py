@@ -1,6 +1,6 @@
-"""What the flow run of a whole training shows in Prefect: its pages, one of each, kept up to date.
+"""Pages of the flow run of a whole training in Prefect: one of each, kept up to date.
 
-Those of an iteration belong to the iteration's flow run and stay as they are.
+The pages of an iteration belong to the iteration's flow run and stay as they are.
 """
 
 from __future__ import annotations

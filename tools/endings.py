@@ -1,4 +1,4 @@
-"""Whatever a benchmark or an instrument starts ends with it, in whatever way it ends.
+"""End everything that a benchmark or an instrument starts with it, in whatever way it ends.
 
 A process beside the benchmark waits until the benchmark is gone: a pipe closes, also after SIGKILL.
 Then it ends what is left of the benchmark's descendants: those it has seen, and those that carry
@@ -29,7 +29,7 @@ from earl_core.system.processes import (
 _MARK = "EARL_BENCHMARK"
 _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 20.0
-"""For a training that ends its engine."""
+"""Seconds for a training to end its engine."""
 
 _kept: list[int] = []
 """Our end of the pipe, which no child inherits and nobody closes."""
@@ -59,7 +59,7 @@ def end_with_us() -> None:
 
 
 def of_benchmark() -> bool:
-    """Whether a benchmark or an instrument is what Python was started with."""
+    """Tell whether Python was started with a benchmark or an instrument."""
     module = sys.modules["__main__"].__spec__
     return module is not None and module.name.startswith(("benchmarks.", "tools."))
 

@@ -1,6 +1,6 @@
-"""What benchmarks and instruments share: options, the report with its table and files.
+"""The part that benchmarks and instruments share: options, the report with its table and files.
 
-What a bare GPU machine lacks is imported where it is needed.
+Packages that a bare GPU machine lacks are imported where they are needed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Report:
 
 
 def parser(description: str, *, smoke: bool = False) -> argparse.ArgumentParser:
-    """The options that every benchmark has. What it starts from now on ends with it.
+    """The options that every benchmark has. Processes that the benchmark starts from now on end
+    with it.
 
     description: its first line is shown. smoke: whether it has `--smoke` too.
     """

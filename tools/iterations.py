@@ -1,4 +1,4 @@
-"""Where the time of a run's iterations went, read from its directory; nothing is instrumented."""
+"""Times of a run's iterations, read from its directory; nothing is instrumented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What grows with the iterations of a run: databases, files, memory.
+"""Growth with the iterations of a run: databases, files, memory.
 
     python -m tools.long_run --iterations 1000
 

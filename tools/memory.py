@@ -1,4 +1,4 @@
-"""What the processes of a run hold of memory, at the moment of each stage when they hold most.
+"""Memory of the processes of a run, at the moment of each stage when they hold most.
 
 Proportional set sizes from `/proc/<pid>/smaps`: a page that n processes map counts 1/n to each, so
 that the table's sum is what the machine has less. Columns: `code` are the files of programs and
@@ -45,8 +45,8 @@ def kind_of(mapping: str) -> str:
 
 
 def held(smaps: str) -> dict[str, int]:
-    """Bytes of each kind in the text of a smaps file. What was written to a private mapping of a
-    file is the process's own."""
+    """Bytes of each kind in the text of a smaps file. Pages of a private mapping of a file that
+    were written are the process's own."""
     sums: Counter[str] = Counter()
     kind, file_bytes = "own", 0
     for line in smaps.splitlines():

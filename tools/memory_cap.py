@@ -76,7 +76,7 @@ class MemoryCap:
 
     @property
     def version(self) -> int:
-        """Of control groups: 1 or 2."""
+        """Version of control groups: 1 or 2."""
         return self._version
 
     def _write_limit(self) -> None:

@@ -42,7 +42,7 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Link:
-    """What every host's link can do.
+    """Properties of every host's link.
 
     burst_bytes: sent at once after a pause; less than two of the kernel's largest packets would
     make the shaper cut them and the CPU the limit. queue_bytes: what waits at a link before
@@ -96,7 +96,7 @@ class Network:
 
 
 def missing() -> str | None:
-    """Why namespaces cannot be made here; None when they can."""
+    """Return the reason why namespaces cannot be made here; None when they can."""
     if os.geteuid() != 0:
         return "namespaces and their links need root: run it with sudo"
     for tool in ("ip", "tc"):
@@ -174,7 +174,7 @@ class TwoHosts:
 
     @property
     def address(self) -> str:
-        """Of the Ray cluster."""
+        """Address of the Ray cluster."""
         return f"{_host_address(0)}:{PORT}"
 
     def link(self) -> None:
@@ -214,7 +214,7 @@ class TwoHosts:
             )
 
     def link_bytes(self) -> int:
-        """What has crossed the link, both ways together."""
+        """Count the bytes that have crossed the link, both ways together."""
         shown = _run("ip", "-n", f"{self._tag}-0", "-s", "-j", "link", "show", "type", "veth")
         (link,) = json.loads(shown)
         return sum(int(link["stats64"][way]["bytes"]) for way in ("rx", "tx"))
@@ -279,7 +279,7 @@ class TwoHosts:
             time.sleep(0.2)
 
     def environment(self, number: int) -> dict[str, str]:
-        """Of a process on a host."""
+        """Return the environment of a process on a host."""
         return {
             **os.environ,
             "EARL_HOST": f"host-{number}",

@@ -1,4 +1,4 @@
-"""From `earl resume` to the first stage that begins, and to the first one that is sealed.
+"""Time from `earl resume` to the first stage that begins, and to the first one that is sealed.
 
 A run is killed (SIGKILL) as its second rollout begins, and resumed, again and again. Times count
 from the start of the command, by the lines of the run's ledger: imports, Prefect's server, opening

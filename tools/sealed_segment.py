@@ -13,7 +13,7 @@ from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.pool import SegmentPool
 
 LOCATIONS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-"""Where such bytes may lie, the best first."""
+"""Places where such bytes may lie, the best first."""
 
 
 class Shard:

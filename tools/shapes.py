@@ -70,7 +70,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """With embedding and head; norms and biases left out."""
+        """Number of parameters, with embedding and head; norms and biases left out."""
         return self.matrix_parameters + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     def update_flops(self, lengths: Sequence[int], trained: int) -> float:
@@ -84,7 +84,7 @@ class Shape:
         return 3.0 * forward
 
     def config(self, positions: int) -> PretrainedConfig:
-        """For transformers, with at least this many positions."""
+        """Make the configuration for transformers, with at least this many positions."""
         more = {} if self.window is None else {"sliding_window": self.window}
         return _KINDS[self.kind](
             vocab_size=self.vocabulary,

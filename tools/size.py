@@ -57,7 +57,7 @@ class Module:
         return len(lines - texts)
 
     def imports(self, names: set[str]) -> set[str]:
-        """Which of these modules it imports when it is imported itself."""
+        """Return those of these modules that it imports when it is imported itself."""
         found: set[str] = set()
         for node in self._at_import(self.tree):
             if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What crosses between all the hosts of a plan, and how long it takes, by either way.
+"""Bytes that cross between all the hosts of a plan, and the time they take, by either way.
 
 The time is that of a bandwidth and latency model: N hosts, each with one full-duplex link and b
 bytes of the batch.
@@ -39,7 +39,7 @@ class Traffic:
 
     @cached_property
     def by_host(self) -> dict[str, Incoming]:
-        """What every consumer host reads from the others."""
+        """Map every consumer host to the bytes that it reads from the others."""
         rows, hosts = self._expanded()
         empty, shards = np.empty(0, dtype=np.int64), len(self.plan.entries)
         parts = [(empty, empty, empty)]

@@ -29,7 +29,7 @@ ROLES = {
     "rollout worker": "RolloutWorker.",
     "update rank": "LearnerWorker.",
 }
-"""By the file or the class whose functions only that process runs."""
+"""Roles by the file or the class whose functions only that process runs."""
 LEFT_OUT = ("earl_core/rollout/engines/", "earl_core/environments/")
 _TIMEOUT_SECONDS = 600.0
 

@@ -45,7 +45,8 @@ class Way:
 
 
 def ways(shard: Shard, device: torch.device, once: float | None) -> list[Way]:
-    """Those of ordinary memory, or, of a shard that was page-locked in `once` seconds, that."""
+    """List the ways of ordinary memory, or, of a shard that was page-locked in `once` seconds, that
+    way."""
     side, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     source = shard.tensor
     there = torch.empty(source.numel(), dtype=torch.uint8, device=device)

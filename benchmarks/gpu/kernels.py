@@ -1,6 +1,6 @@
 """Kernels that torch.compile makes for a GPU, counted where no GPU is.
 
-A layer's graphs are traced as ever. What inductor does with them for an H200 is then done up to its
+A layer's graphs are traced as ever. Inductor's work on them for an H200 is then done up to its
 schedule: which operators become one kernel, what each kernel reads and writes, and which products
 are left to cuBLAS. No kernel is generated, so neither a GPU nor Triton is needed: inductor is told
 the GPU's properties, and the graphs' tensors are fake ones that say they are on it. (A schedule for
@@ -49,7 +49,7 @@ H200 = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one call of it takes."""
+    """Work of one call of a kernel."""
 
     name: str
     flops: float

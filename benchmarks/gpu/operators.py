@@ -38,7 +38,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass
 class Work:
-    """What an operator, or all of one name, takes; times are added up call by call."""
+    """Work of an operator, or of all of one name; times are added up call by call."""
 
     calls: float = 0.0
     flops: float = 0.0
@@ -65,9 +65,8 @@ Entries = dict[tuple[str, str], Work]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a GPU can do at most: FLOP/s of bf16 products, of float32 ones and of attention, bytes
-    a second of its memory, and the FLOP/s of which utilisation is a share.
-    """
+    """Upper limits of a GPU: FLOP/s of bf16 products, of float32 ones and of attention, bytes a
+    second of its memory, and the FLOP/s of which utilisation is a share."""
 
     products: float = 780e12
     float32: float = 60e12
@@ -119,7 +118,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether torch.compile compiles inside the context all the same."""
+        """True, so that torch.compile compiles inside the context all the same."""
         return True
 
     def __torch_dispatch__(
@@ -185,7 +184,8 @@ class Recorder(TorchDispatchMode):
 
 
 def moved_bytes(function: Any, args: Sequence[Any], kwargs: Any, found: Any) -> float:
-    """What an operator reads of its inputs and writes of its outputs, each number once."""
+    """Count the bytes that an operator reads of its inputs and writes of its outputs, each number
+    once."""
     name = function._schema.name.split("::")[1]
     given = _by_argument(function, args, kwargs)
     inputs = [each for argument, each in given if not argument.is_out]
@@ -204,7 +204,8 @@ def moved_bytes(function: Any, args: Sequence[Any], kwargs: Any, found: Any) -> 
 
 
 def distinct_bytes(tensor: torch.Tensor) -> int:
-    """Of the numbers that a tensor shows, those that an expansion repeats once."""
+    """Count the bytes of the numbers that a tensor shows; those that an expansion repeats count
+    once."""
     numbers = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numbers *= size if stride or size == 0 else 1

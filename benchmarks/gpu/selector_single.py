@@ -56,7 +56,7 @@ ENGINE = StageDeployment("rollout")
 PRETENDED = Hardware(
     cpu_cores=8, memory_bytes=64 * 2**30, gpus=1, gpu_memory_bytes=80 * 2**30, gpu_name="H100-80GB"
 )
-"""What the smoke test replays on where there is no GPU."""
+"""Hardware that the smoke test replays on where there is no GPU."""
 
 
 def options() -> argparse.Namespace:
@@ -318,7 +318,7 @@ def row_of(table: LiveTable, cell: Cell) -> Row:
 
 
 def notes_of(table: LiveTable, given: argparse.Namespace) -> list[str]:
-    """What a reader of the numbers needs."""
+    """Write the notes that a reader of the numbers needs."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU, for show"
     errors = [
         abs(float(row["formula GiB"] or 0) / float(row["peak GiB"]) - 1)

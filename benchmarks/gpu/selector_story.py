@@ -34,8 +34,9 @@ def replay(table: LiveTable, iterations: int = 24) -> tuple[dict[str, float], li
 
 
 class Story(NamedTuple):
-    """How one run went. dead: share of the fixed choices that ran out of memory. failures: stages
-    that `live_tokens` had to repeat for lack of memory. excess: its regret over the noise floor."""
+    """The course of one run. dead: share of the fixed choices that ran out of memory. failures:
+    stages that `live_tokens` had to repeat for lack of memory. excess: its regret over the noise
+    floor."""
 
     dead: float
     failures: int

@@ -1,4 +1,4 @@
-"""Whether bf16 packed training on a GPU computes what float32 on single samples does.
+"""Compare bf16 packed training on a GPU with float32 on single samples.
 
 For small random models and packs (uneven samples, shared prefixes, one long sample), log-probs of
 the trained tokens and gradients of a random loss are compared with float32 on single samples
@@ -132,7 +132,7 @@ def alone(model: PreTrainedModel, samples: list[TrainingSample], *, bf16: bool) 
 
 
 def packed(model: PreTrainedModel, samples: list[TrainingSample], *, bf16: bool) -> Result:
-    """As training does it, in one pack."""
+    """Compute the result as training does it, in one pack."""
     device = model.device
     tensors = PackedTensors.from_microbatch(pack(samples, range(len(samples))), device)
     with autocast(device, bf16=bf16):
@@ -142,7 +142,8 @@ def packed(model: PreTrainedModel, samples: list[TrainingSample], *, bf16: bool)
 
 
 def errors(found: Result, reference: Result) -> dict[str, float]:
-    """Of log-probs: mean and largest difference. Of gradients: ‖g - r‖ / ‖r‖ over everything."""
+    """Measure the errors. Log-probs: mean and largest difference. Gradients: ‖g - r‖ / ‖r‖ over
+    everything."""
     difference = (found[0] - reference[0]).abs()
     squares = [(found[1][name] - r).square().sum() for name, r in reference[1].items()]
     norms = [r.square().sum() for r in reference[1].values()]

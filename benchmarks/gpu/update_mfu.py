@@ -60,7 +60,7 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What a learner is built for."""
+    """Settings that a learner is built for."""
 
     shape: Shape
     checkpointing: Checkpointing
@@ -120,7 +120,7 @@ def options() -> argparse.Namespace:
 
 
 def _filled(given: argparse.Namespace) -> argparse.Namespace:
-    """With defaults, which depend on `--smoke` and `--quick`."""
+    """Fill in the defaults, which depend on `--smoke` and `--quick`."""
     if given.smoke:
         given.models = given.models or ["tiny"]
         given.contexts = given.contexts or [128, 512]

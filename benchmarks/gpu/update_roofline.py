@@ -1,10 +1,10 @@
-"""What bounds the MFU of the update on one H200: every operator at the GPU's ceilings.
+"""Bounds of the MFU of the update on one H200: every operator at the GPU's ceilings.
 
 One optimizer step of the `PolicyLearner` runs on fake tensors, which have sizes and no data. Every
 operator of it is booked with its FLOPs and the bytes that it reads and writes, and takes the longer
 of computing and moving these at the ceilings; launches, synchronisations and the host take nothing.
-So the MFU is one that a run stays below, computed and not measured. What is compiled are the
-kernels of torch.compile's schedule for an H200 (`kernels`).
+So the MFU is one that a run stays below, computed and not measured. The compiled kernels are those
+of torch.compile's schedule for an H200 (`kernels`).
 
 Two depths are run, and the step of a whole model is on the line through them, because its layers
 are alike. Run it as `python -m benchmarks.gpu.update_roofline` from the repository's root; it needs
@@ -123,7 +123,7 @@ def _operators(cell: Cell, ceilings: Ceilings) -> Entries:
 
 
 def _learner(cell: Cell) -> PolicyLearner:
-    """As in a run, but for its weights, which are fake and so not loaded."""
+    """Make a learner as in a run, but for its weights, which are fake and so not loaded."""
     mesh = UpdateMesh(ALONE, 0, torch.device("cpu"))
 
     def fake_policy(*_: Any, mixed: bool, chunk_tokens: int | None, **__: Any) -> ParallelModel:

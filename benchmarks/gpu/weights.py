@@ -175,7 +175,8 @@ def parking(
 
 
 def bytes_that_fit(asked: float, device: torch.device, notes: list[str]) -> float:
-    """Of a publication: three of them on the device, and two, with some air, in shared memory."""
+    """Return the bytes of a publication that fit: three of them on the device, and two, with some
+    air, in shared memory."""
     limits = {f"shared memory ({SHARED})": shutil.disk_usage(SHARED).free / 2.2}
     if device.type == "cuda":
         limits["the GPU's memory"] = torch.cuda.mem_get_info(device)[0] / 3.3

@@ -23,7 +23,7 @@ from earl_core.algorithms.registry import Registry
 from earl_core.config.run import RunConfig
 from earl_core.environments import registry
 from earl_core.environments.options import Options
-from earl_core.environments.reward_functions import BUILT_IN as REWARD_FUNCTIONS
+from earl_core.environments.rewards.reward_functions import BUILT_IN as REWARD_FUNCTIONS
 from earl_core.system.import_path import load_object
 
 PAGE = Path(__file__).resolve().parents[1] / "reference" / "configuration.md"

@@ -1,4 +1,4 @@
-"""From the rewards of a batch of episodes to the advantages of its trained tokens.
+"""Advantages of the trained tokens of a batch, computed from the rewards of its episodes.
 
 Each rank calls :func:`batch_moments` on its episodes, all merge the moments in one order, and each
 calls :func:`token_advantages` on its episodes, which hold every group whole. One rank that has all
@@ -25,7 +25,7 @@ from earl_core.algorithms.turns import Turns
 
 
 def filter_episodes(group_ids: ArrayLike, *, group_relative: bool) -> NDArray[np.bool_]:
-    """Which of E episodes are trained on, bool [E].
+    """Choose the episodes that are trained on, of E: bool [E].
 
     Args:
         group_ids: Group of each episode, integers [E]; every group is whole.
@@ -137,7 +137,7 @@ def token_advantages(
 ) -> Float64Array:
     """The advantage of every trained token of these episodes, float64 [T].
 
-    batch: the moments of the whole batch. Those of the groups are over the episodes' returns.
+    batch: the moments of the whole batch. The moments of the groups are over the episodes' returns.
     """
     turns, of_turns = episodes.turns, _turn_returns(estimator, episodes)
     per_token = estimator.token_level and (of_turns is not None or episodes.penalties is not None)
@@ -162,7 +162,7 @@ def token_advantages(
 
 
 def _turn_returns(estimator: AdvantageEstimator, episodes: Episodes) -> Float64Array | None:
-    """Of each turn, where tokens have the returns of their turns."""
+    """Return of each turn, where tokens have the returns of their turns; None elsewhere."""
     if episodes.turns is None or not estimator.token_level:
         return None
     return estimator.turn_returns(episodes.turns)

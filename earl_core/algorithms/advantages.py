@@ -33,19 +33,20 @@ class AdvantageEstimator(Registered, ABC):
     """Interface of every advantage estimator."""
 
     needs_groups: ClassVar[bool] = False
-    """Whether an episode is compared with its group, which then needs two episodes."""
+    """True where an episode is compared with its group, which then needs two episodes."""
 
     leaves_out: ClassVar[bool] = False
-    """Whether what it is compared with leaves its own return out: the moments of the group's others
-    are then given.
+    """True where the moments that a return is compared with leave this return out: those of the
+    group's others are then given.
 
     A baseline that holds the return which is compared with it takes a share of the gradient away.
-    Of a token's return it is the part that the episode's has of it (:meth:`turn_parts`), less the
-    penalties from the token on; of the moments only the means then say anything.
+    The part of a token's return to leave out is the one that the episode's return contains
+    (:meth:`turn_parts`), less the penalties from the token on; only the means of the moments then
+    say anything.
     """
 
     token_level: ClassVar[bool] = False
-    """Whether each trained token has a return of its own.
+    """True where each trained token has a return of its own.
 
     False: one return per episode (penalties of its tokens summed), batch moments over episodes.
     True: a token's return is the episode's reward less the penalties from this token on, batch
@@ -53,7 +54,7 @@ class AdvantageEstimator(Registered, ABC):
     """
 
     turn_level: ClassVar[bool] = False
-    """Whether the turns of an episode differ: it then gets their rewards.
+    """True where the turns of an episode differ: the estimator then gets their rewards.
 
     A token-level estimator's return is that of the token's turn, :meth:`turn_returns`, less the
     penalties from the token on; the groups' moments are over the episodes' first turns, less all
@@ -63,7 +64,7 @@ class AdvantageEstimator(Registered, ABC):
 
     @property
     def needs_batch(self) -> bool:
-        """Whether the estimator needs the moments of the whole batch."""
+        """True where the estimator needs the moments of the whole batch."""
         return False
 
     def turn_returns(self, turns: Turns) -> Float64Array:
@@ -71,11 +72,11 @@ class AdvantageEstimator(Registered, ABC):
         return turns.returns(1.0)
 
     def turn_parts(self, turns: Turns) -> Float64Array:
-        """What of each turn's return is in that of the episode's first turn, [N]."""
+        """Part of each turn's return that the return of the episode's first turn contains, [N]."""
         return self.turn_returns(turns)
 
     def turn_terms(self, turns: Turns) -> Float64Array:
-        """What a turn's advantage is more than its episode's, [N]."""
+        """Difference between each turn's advantage and its episode's, [N]."""
         return np.zeros(len(turns.rewards))
 
     @abstractmethod
@@ -270,7 +271,7 @@ class GroupInGroup(GroupRelative):
         return self._compared(returns, _given(groups, "group"))
 
     def turn_parts(self, turns: Turns) -> Float64Array:
-        """What of each turn's return is in that of the episode's first turn, [N]."""
+        """Part of each turn's return that the return of the episode's first turn contains, [N]."""
         return self.turn_returns(turns)
 
     def turn_terms(self, turns: Turns) -> Float64Array:

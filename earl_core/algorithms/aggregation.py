@@ -1,4 +1,4 @@
-"""How per-token losses become one number, with denominators of the whole minibatch.
+"""Weights that make one loss of per-token losses, with denominators of the whole minibatch.
 
 An aggregation is a weight for each token, so that ``loss = sum_t w_t * l_t``. The weights depend
 on totals of the minibatch over all microbatches and ranks, never on how it was split: summing the

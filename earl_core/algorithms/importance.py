@@ -53,7 +53,7 @@ class ImportanceCorrection(Registered):
 
 
 def mismatch_metrics(old_logprobs: Any, rollout_logprobs: Any, positions: Any) -> dict[str, float]:
-    """How far engine and trainer differ, over all T trained tokens given.
+    """Measure the difference between engine and trainer, over all T trained tokens given.
 
     Args:
         old_logprobs: By the trainer, NumPy array or tensor [T].

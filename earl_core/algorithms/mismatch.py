@@ -1,6 +1,6 @@
 """The watch over the difference between the engine that sampled and the trainer that learns.
 
-With equal weights both should give a sampled token the same log-prob, up to rounding. What is
+With equal weights both should give a sampled token the same log-prob, up to rounding. A difference
 beyond rounding means that the trainer learns from samples of another policy than it believes, and
 no other metric shows it. Every iteration is measured before its first optimizer step.
 """
@@ -15,7 +15,8 @@ from earl_core.system.errors import EarlError
 
 
 class _Explained(NamedTuple):
-    """What rounding explains, in nats: above it a warning; and the usual bound of the mean."""
+    """Differences that rounding explains, in nats, with a warning above them; and the usual bound
+    of the mean."""
 
     mean: float
     p95: float
@@ -86,7 +87,7 @@ class MismatchWatch:
         )
 
     def _causes(self, metrics: Mapping[str, float], iteration: int) -> str:
-        """What is likely, the likeliest first, from what is known of the run."""
+        """Name the likely causes, the likeliest first, from the facts known of the run."""
         causes = []
         if metrics.get("mismatch_growth", 1.0) > _GROWING:
             causes.append(

@@ -130,7 +130,7 @@ class MomentArrays:
 
 
 def group_moments(values: Float64Array, group_ids: Int64Array) -> MomentArrays:
-    """For each of E values the moments of its group. A group is whole on one rank, so these are
+    """Return the moments of each of E values' group. A group is whole on one rank, so these are
     never merged."""
     _, first, inverse = np.unique(group_ids, return_index=True, return_inverse=True)
     size = first.size
@@ -174,7 +174,8 @@ class RankStatistics(BaseModel):
     anchored: int | None = Field(default=None, exclude_if=lambda value: value is None)
 
     def of_environment(self, label: str) -> Moments | None:
-        """What an environment's episodes are compared with; of one environment the label is ''."""
+        """Return the moments that an environment's episodes are compared with; a run of one
+        environment has the label ''."""
         return self.mixture.get(label, self.batch)
 
 

@@ -31,7 +31,8 @@ class MicrobatchLoss:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is minimised: sum_t w_t (policy_t + kl_coefficient * kl_t - entropy coefficient * H_t).
+    """The loss to minimise: sum_t w_t (policy_t + kl_coefficient * kl_t - entropy coefficient *
+    H_t).
 
     Attributes:
         policy_loss: Per-token policy loss.

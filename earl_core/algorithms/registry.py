@@ -78,7 +78,8 @@ class Registry(Generic[T]):
             raise ConfigError(self._explain(name, cls, error)) from error
 
     def checked(self, spec: Mapping[str, Any]) -> T | None:
-        """As `build`; None for a class of somebody's own in a process that only looks."""
+        """Build a member as `build` does; None for a class of somebody's own in a process that only
+        looks."""
         if only_looks() and is_foreign(str(spec.get("name"))):
             return None
         return self.build(spec)

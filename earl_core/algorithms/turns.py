@@ -73,12 +73,12 @@ class Turns:
 
     @property
     def places(self) -> Int64Array:
-        """How many turns of the episode came before each, [N]."""
+        """Count the turns of the same episode that came before each turn, [N]."""
         _, first, inverse = np.unique(self.episodes, return_index=True, return_inverse=True)
         return np.arange(len(self.episodes)) - first[inverse]
 
     def firsts(self, values: Float64Array, episodes: int) -> Float64Array:
-        """What the first turn of each episode has of [N] values, [E]; 0 without a turn."""
+        """Take the value of each episode's first turn out of [N] values, [E]; 0 without a turn."""
         first = np.zeros(episodes)
         index, at = np.unique(self.episodes, return_index=True)
         first[index] = values[at]

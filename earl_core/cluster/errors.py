@@ -20,7 +20,7 @@ _TRACEBACK_CHARACTERS = 12_000
 
 @dataclass(frozen=True)
 class Where:
-    """What a worker was doing when something went wrong, and the last lines of its log."""
+    """The work of a worker in which something went wrong, and the last lines of its log."""
 
     role: str
     rank: int | None

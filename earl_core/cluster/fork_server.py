@@ -41,7 +41,7 @@ NATIVE_RUNTIMES = {
     "GOMP_SPINCOUNT": "6000",
     "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
 }
-"""What the runtimes of OpenMP and of C read when a process starts.
+"""Variables that the runtimes of OpenMP and of C read when a process starts.
 
 GOMP_SPINCOUNT: how long threads spin at a barrier before they sleep. On two cores an update beside
 one busy process takes 2.7 times as long with 6,000, ten times with 100,000; alone, 3,000 cost an
@@ -73,7 +73,8 @@ class SupervisorHandle:
             send_signal(self._process, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ends within this time; one that is still to be reaped has ended."""
+        """Wait for the process; true if it ends within this time. One that is still to be reaped
+        has ended."""
         deadline = time.monotonic() + seconds
         while (running := self._running()) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -145,7 +146,8 @@ class ForkServer:
         return SupervisorHandle(self, int(answer["pid"]))
 
     def exit_code(self, pid: int) -> int | None:
-        """Of a supervisor that ended; None while it lives, or when this server is gone."""
+        """Return the exit code of a supervisor that ended; None while it lives, or when this server
+        is gone."""
         with suppress(ConnectionError):
             code = self._ask({"wait": pid})["code"]
             return None if code is None else int(code)
@@ -198,7 +200,8 @@ def _environment() -> dict[str, str]:
 
 
 def plain_temporary() -> dict[str, str]:
-    """Where the processes of ranks keep temporary files, sockets and what torch compiles."""
+    """Return the variable that names the folder where the processes of ranks keep temporary files,
+    sockets and the output of torch's compiler."""
     return {"TMPDIR": str(plain(Path(tempfile.gettempdir()), short=True))}
 
 
@@ -207,7 +210,8 @@ _guard = threading.Lock()
 
 
 def fork_server() -> ForkServer:
-    """This process's server, started when there is none. Returns before its imports are done."""
+    """Return this process's server, started when there is none. Returns before its imports are
+    done."""
     global _server
     with _guard:
         if _server is None or not _server.alive:
@@ -300,7 +304,8 @@ def _reap(codes: dict[int, int]) -> None:
 def _become_supervisor(
     request: dict[str, Any], descriptors: list[int], controller: Process | None
 ) -> None:
-    """In the forked process: what `exec` would have done, then the supervisor until its end."""
+    """Do, in the forked process, what `exec` would have done, then run the supervisor until its
+    end."""
     from earl_core.cluster import supervisor
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What a worker group is to those who use one."""
+"""The interface of a worker group."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from earl_core.cluster.rpc import Json, Progress
 
 
 class Group(Protocol):
-    """The ranks of one role. See `WorkerGroup`, whose members these are; `GroupHere` is the one
-    for a debugger."""
+    """The ranks of one role. See `WorkerGroup`, whose members these are; `InProcessGroup` is
+    the one for a debugger."""
 
     role: str
 

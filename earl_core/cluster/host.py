@@ -47,7 +47,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Launch(NamedTuple):
-    """How a rank is started. module: of its target. log: appended to. environment: added to the
+    """The start of a rank. module: of its target. log: appended to. environment: added to the
     host's own. meeting: address and port at which rank 0 listens; None: this is rank 0."""
 
     module: str
@@ -64,7 +64,7 @@ class RankProcess(Protocol):
     meeting: tuple[str, int]
 
     def lost(self) -> str:
-        """Why `control` was closed before the supervisor said how the rank ended."""
+        """Tell why `control` was closed before the supervisor said how the rank ended."""
         ...
 
     def kill(self) -> None:
@@ -72,7 +72,7 @@ class RankProcess(Protocol):
         ...
 
     def end(self, pid: int | None) -> None:
-        """After the supervisor is gone: end the rank (`pid`, if known) and all that it started."""
+        """End the rank (`pid`, if known) and all that it started, once the supervisor is gone."""
         ...
 
     def close(self) -> None:
@@ -123,12 +123,12 @@ class LocalHost:
 
     @cached_property
     def resources(self) -> HostResources:
-        """See `Host`."""
+        """Resources that were given, or those that this process reads."""
         return self._resources or read_resources()
 
     def start(self, launch: Launch) -> LocalRank:
-        """See `Host`. Rank 0 inherits a bound socket, whose port nobody else can take. A fork
-        server that ended is replaced, once."""
+        """Fork the rank here, as `Host` wants. Rank 0 inherits a bound socket, whose port nobody
+        else can take. A fork server that ended is replaced, once."""
         try:
             return self._start(launch)
         except ConnectionError as error:
@@ -143,21 +143,21 @@ class LocalHost:
             return LocalRank(self, launch, meeting, (listener.fileno(),))
 
     def log(self, path: Path) -> LogFile:
-        """See `Host`."""
+        """Open the rank's log on this file system, from its present end on, and make its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         return LogFile(path, path.stat().st_size if path.exists() else 0)
 
     def preload(self, modules: Sequence[str]) -> None:
-        """See `Host`."""
+        """Have the fork server import the modules, as `Host` wants."""
         fork_server().preload(*modules)
 
     def keep(self, target: str, *arguments: Any) -> None:
-        """See `Host`."""
+        """Return None, because this process shares the host's memory."""
         return None
 
 
 class LocalRank:
-    """See `RankProcess`."""
+    """A `RankProcess` that this host's fork server started."""
 
     supervisor: SupervisorHandle
 
@@ -193,7 +193,7 @@ class LocalRank:
             channel_child.close()
 
     def lost(self) -> str:
-        """See `RankProcess`."""
+        """Tell from the supervisor's exit why the connection closed, as `RankProcess` does."""
         self.supervisor.wait(1.0)
         code = self.supervisor.exit_code
         if code is None:
@@ -202,11 +202,11 @@ class LocalRank:
         return how.replace("its process", "its supervisor process")
 
     def kill(self) -> None:
-        """See `RankProcess`."""
+        """Kill the supervisor, as `RankProcess` does."""
         self.supervisor.kill()
 
     def end(self, pid: int | None) -> None:
-        """See `RankProcess`. The rank's lifeline makes it end itself; what stays is ended here."""
+        """End the rank by its lifeline, as `RankProcess` wants; processes that stay are killed."""
         process = None if pid is None else inspect(pid)
 
         def remains() -> list[Process]:
@@ -223,7 +223,7 @@ class LocalRank:
         self.supervisor.kill()
 
     def close(self) -> None:
-        """See `RankProcess`."""
+        """Close both sockets and wait a second for the supervisor."""
         self.control.close()
         self.channel.close()
         self.supervisor.wait(1.0)
@@ -233,7 +233,7 @@ class Cluster(Protocol):
     """The hosts of a run."""
 
     def hosts(self) -> Sequence[Host]:
-        """Those that are not lost."""
+        """List the hosts that are not lost."""
         ...
 
     def lost(self) -> str:
@@ -241,7 +241,7 @@ class Cluster(Protocol):
         ...
 
     def can_grow(self) -> bool:
-        """Whether a further host is free, and opening the cluster again would take it."""
+        """Tell whether a further host is free, and opening the cluster again would take it."""
         ...
 
     def close(self) -> None:
@@ -256,23 +256,23 @@ class LocalCluster:
         self._hosts = local_hosts(parts)
 
     def hosts(self) -> Sequence[Host]:
-        """See `Cluster`."""
+        """List the parts of this machine."""
         return self._hosts
 
     def lost(self) -> str:
-        """See `Cluster`. With this machine the controller is lost, too."""
+        """Return nothing, because with this machine the controller is lost, too."""
         return ""
 
     def can_grow(self) -> bool:
-        """See `Cluster`."""
+        """Return false, because this machine has no further host."""
         return False
 
     def close(self) -> None:
-        """See `Cluster`."""
+        """Give nothing back, because nothing was reserved."""
 
 
 def local_hosts(count: int) -> list[LocalHost]:
-    """This machine in `count` equal parts that work as hosts do. Raises `ConfigError`."""
+    """Divide this machine into `count` equal parts that work as hosts do. Raises `ConfigError`."""
     whole = read_resources()
     if count == 1:
         return [LocalHost(resources=whole)]
@@ -354,7 +354,7 @@ def bind_listener(address: str = LOOPBACK) -> socket.socket:
 
 
 def meeting_variables(address: str, port: int, own: str = LOOPBACK) -> dict[str, str]:
-    """Where all ranks of one start meet. own: the address of the rank's host."""
+    """Name the meeting place of all ranks of one start. own: the address of the rank's host."""
     # Connections of gloo and NCCL ask for no password, and the host's own name may resolve to an
     # address that nothing can be reached at.
     interface = _interface_of(own)

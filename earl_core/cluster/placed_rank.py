@@ -1,4 +1,4 @@
-"""What a rank does first: it settles in the place that its group was given."""
+"""The first step of a rank: it settles in the place that its group was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What runs in each rank: builds the target and answers calls until the controller is done with it.
+"""The process of each rank: it builds the target and answers calls until the controller is done
+with it.
 
 The main thread runs one call at a time, and one asyncio loop that lives as long as the rank: it
 turns while the rank waits and while an `async def` method runs, so an engine's background tasks go
@@ -268,7 +269,7 @@ class WorkerContext:
     """Handed to the target's constructor.
 
     `hosts` names the host of each rank, as manifests do; empty: all are on this one. `here`: the
-    target is in the controller's own process, for a debugger (`GroupHere`). `stage` and
+    target is in the controller's own process, for a debugger (`InProcessGroup`). `stage` and
     `iteration` are those of the current call. `cancelled` is set when the caller gave the current
     call up: a method that checks it and returns keeps the group; one that runs on for longer than
     the controller waits costs it.

@@ -68,7 +68,7 @@ _END_SECONDS = 5.0
 _IN_FLIGHT = 16
 """Messages on their way to a host before the sender waits for the first of them."""
 _MORE_SECONDS = 10.0
-"""For more hosts than a run needs: one that has just died may still be listed."""
+"""Seconds to wait for more hosts than a run needs: one that just died may still be listed."""
 
 
 class _Daemon(HostDaemon):
@@ -91,7 +91,7 @@ class _Daemon(HostDaemon):
 
 
 def _reason(error: RayError) -> str:
-    """In the words of the field; Ray's own have addresses and actors' numbers."""
+    """Put Ray's error into the words of the field; its own have addresses and actors' numbers."""
     if isinstance(error, ActorUnavailableError):
         return "its connection broke"
     if isinstance(error, ActorDiedError):
@@ -100,7 +100,7 @@ def _reason(error: RayError) -> str:
 
 
 class RayHost:
-    """See `Host`. What goes wrong on the way to the daemon makes it `lost`, with the reason."""
+    """A `Host` behind a daemon in Ray. A failure to reach it is kept in `lost` as the reason."""
 
     def __init__(self, daemon: Any, directory: str) -> None:
         self.lost = ""
@@ -135,18 +135,18 @@ class RayHost:
         raise ConnectionError(self.lost)
 
     def preload(self, modules: Sequence[str]) -> None:
-        """See `Host`."""
+        """Have the daemon preload the modules, without waiting for it."""
         self._daemon.preload.remote(list(modules))
 
     def keep(self, target: str, *arguments: Any) -> Callable[..., Any] | None:
-        """See `Host`."""
+        """Have the daemon build and keep the target; None where its memory is this host's."""
         if self._memory_is_here:
             return None
         self.ask("keep", target, arguments)
         return lambda method, *given: self.ask("use", target, method, given)
 
     def start(self, launch: Launch) -> RemoteRank:
-        """See `Host`."""
+        """Have the daemon start the rank, and join its streams to the ends that are here."""
         given = [launch.module, str(launch.log), dict(launch.environment), launch.meeting]
         number, meeting = self.ask("start", given)
         rank = RemoteRank(self.ask, self._streams.remove, number, meeting)
@@ -154,7 +154,7 @@ class RayHost:
         return rank
 
     def log(self, path: Path) -> LogFile:
-        """See `Host`."""
+        """Ask the daemon for the log's present end, from which the log is then read."""
         return LogFile(path, self.ask("log_bytes", str(path)))
 
     def lose(self, reason: str) -> None:
@@ -166,13 +166,14 @@ class RayHost:
         self.give_back()
 
     def give_back(self) -> None:
-        """Nobody is to use it any more; its threads end, and with its daemon the last of them."""
+        """Let nobody use the host any more; its threads end, and with its daemon the last of
+        them."""
         self.lost = self.lost or f"host {self.name} was given back"
         self._ended.set()
         self._streams.end_all()
 
     def ended(self, limit: float) -> bool:
-        """Whether no thread calls Ray for it any more, at the latest at this time."""
+        """Tell whether no thread calls Ray for the host any more, at the latest at this time."""
         for thread in self._threads:
             thread.join(max(0.0, limit - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -208,9 +209,8 @@ class RayHost:
             self._ended.wait(_PING_SECONDS)
 
 
-def _ask_head(function: Callable[[], T], seconds: float = UNANSWERED_SECONDS) -> T:
-    """A call for which Ray's head is needed and that Ray gives no deadline. Raises
-    `ConnectionError`."""
+def _ask_head(function: Callable[[], T]) -> T:
+    """Ask Ray's head what Ray gives no deadline. Raises `ConnectionError`."""
     answer: Future[T] = Future()
 
     def work() -> None:
@@ -221,10 +221,10 @@ def _ask_head(function: Callable[[], T], seconds: float = UNANSWERED_SECONDS) ->
 
     threading.Thread(target=work, name="earl-ray-head", daemon=True).start()
     try:
-        return answer.result(seconds)
+        return answer.result(UNANSWERED_SECONDS)
     except FutureTimeout:
         raise ConnectionError(
-            f"the head of the Ray cluster was silent for {seconds:.0f} s"
+            f"the head of the Ray cluster was silent for {UNANSWERED_SECONDS:.0f} s"
         ) from None
 
 
@@ -262,7 +262,7 @@ def _check_token() -> None:
 
 
 def _reserve(hosts: range, bundle: Mapping[str, int], seconds: float) -> PlacementGroup:
-    """As many whole hosts as are free. Raises `ConfigError` for fewer than the least number."""
+    """Reserve as many whole hosts as are free. Raises `ConfigError` for fewer than the least."""
     fitting = [
         node
         for node in ray.nodes()
@@ -360,18 +360,18 @@ class RayCluster:
         return placement_group([self._bundle], bundle_label_selector=[others])
 
     def hosts(self) -> Sequence[Host]:
-        """Those that are not lost."""
+        """List the hosts that are not lost."""
         return [host for host in self._hosts if not host.lost]
 
     def lost(self) -> str:
-        """See `Cluster`."""
+        """Ask the daemons of all hosts, as `Cluster` wants; return the reasons of lost ones."""
         for host in self._hosts:
             with suppress(ConnectionError):
                 host.ask("ping", seconds=UNANSWERED_SECONDS)
         return "; ".join(host.lost for host in self._hosts if host.lost)
 
     def can_grow(self) -> bool:
-        """See `Cluster`."""
+        """Tell whether Ray has reserved the further host."""
         further = self._further
         if further is None:
             return False

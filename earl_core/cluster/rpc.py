@@ -31,10 +31,11 @@ Json = dict[str, Any]
 Progress = Callable[[Json], None]
 
 STRAGGLER_SECONDS = 5.0
-"""How long the other ranks may still answer after one has failed; they may wait for it for ever."""
+"""Seconds in which the other ranks may still answer after one has failed; they may wait for it for
+ever."""
 
 CANCEL_SECONDS = 10.0
-"""How long a cancelled call may take to return before it costs the group."""
+"""Seconds that a cancelled call may take to return before it costs the group."""
 
 _DUMP_SECONDS = 1.5
 _POLL_SECONDS = 1.0
@@ -92,7 +93,7 @@ class Exchange:
                     self.on_progress(payload)
 
     def give_up(self) -> None:
-        """After `run` was left early: ask the ranks to return, or end them. Leaves no call open."""
+        """Ask the ranks to return, or end them, after `run` was left early. Leaves no call open."""
         monitor, cancel = self.monitor, encode({"kind": "cancel", "id": self.call_id})
 
         def settled() -> bool:
@@ -171,7 +172,7 @@ def _at(where: errors.Where, rank: RankHandle) -> errors.Where:
 
 
 Rule = Literal["sum", "max", "min", "mean", "std"]
-"""How one metric of several ranks becomes one.
+"""Rule that makes one metric of those of several ranks.
 
 `mean`: weighted by the ranks' weights. `std`: the population standard deviation of all ranks'
 things together; the metric of the same name with `mean` in place of `std` must be there too.
@@ -251,7 +252,8 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a group can take no more calls; `rank` is None when it is no single rank's doing."""
+    """The reason why a group can take no more calls; `rank` is None when it is no single rank's
+    doing."""
 
     kind: LossKind
     reason: str

@@ -1,7 +1,7 @@
 """The byte streams of a host's ranks at one end of the way between controller and host.
 
-Each end has a socket for every stream of every rank. What one end reads from its sockets it sends
-over as pieces, and the other writes them into its own.
+Each end has a socket for every stream of every rank. One end sends the bytes that it reads from its
+sockets over as pieces, and the other writes them into its own.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Streams:
             self._ends.pop(number, None)
 
     def collect(self, seconds: float | None = None) -> list[Piece]:
-        """What ranks have written since; nothing after a time, or when only bytes for a rank could
-        be passed on."""
+        """Return the bytes that ranks have written since; nothing after a time, or when only bytes
+        for a rank could be passed on."""
         pieces: list[Piece] = []
         for key, events in self._selector.select(seconds):
             end: Any = key.fileobj
@@ -78,8 +78,8 @@ class Streams:
         return pieces
 
     def deliver(self, pieces: Sequence[Piece]) -> None:
-        """Write pieces, those of a stream in their order. Those of a rank that is gone are dropped:
-        its supervisor says how it went."""
+        """Write pieces, those of a stream in their order. Pieces of a rank that is gone are
+        dropped: its supervisor says how it went."""
         for number, name, data in pieces:
             self._wait_for(number)
             with self._changed:
@@ -87,7 +87,7 @@ class Streams:
                 self._write((number, name))
 
     def end_all(self) -> None:
-        """No more bytes come for any rank."""
+        """End the streams of all ranks: no more bytes come."""
         with self._changed:
             for end in (each for ends in self._ends.values() for each in ends.values()):
                 with suppress(OSError):
@@ -111,7 +111,7 @@ class Streams:
         return data
 
     def _write(self, stream: _Stream) -> None:
-        """What its socket takes of what waits for a stream."""
+        """Write as many of the bytes that wait for a stream as its socket takes."""
         waiting = self._waiting.pop(stream, deque())
         end = self._ends.get(stream[0], {}).get(stream[1])
         # A rank that is gone takes nothing.

@@ -3,8 +3,8 @@
 It starts the rank, holds one end of a control connection whose other end only the controller holds,
 and waits. When the rank ends, the controller asks for it, or the controller is gone in whatever way
 (the connection closes, even after SIGKILL), it ends every descendant of the rank and then itself.
-As a child subreaper it stays the ancestor of orphans, so nothing can slip away by losing a parent.
-The fork server's end is nothing to it.
+It is a child subreaper, and so it stays the ancestor of orphans, so nothing can slip away by losing
+a parent. The fork server's end is nothing to it.
 
 It has one thread. It is forked from the fork server, forks the rank, and speaks the frames that
 ranks speak: it sends `{"event": "started", "pid"}` and `{"event": "exited", "code",
@@ -74,7 +74,8 @@ class Supervisor:
         os.write(self._lifeline, b"\n")
 
     def _become_rank(self, channel_fd: int, lifeline_fd: int, mark: str, name: str) -> None:
-        """In the forked process: what `exec` would have done, then the rank until its end."""
+        """Do, in the forked process, what `exec` would have done, then run the rank until its
+        end."""
         from earl_core.cluster import rank_process
 
         signal.set_wakeup_fd(-1)

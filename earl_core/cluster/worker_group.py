@@ -71,7 +71,7 @@ class WorkerGroup:
 
     @property
     def alive(self) -> bool:
-        """Whether every rank is up and the group can take a call."""
+        """True while every rank is up and the group can take a call."""
         monitor = self._monitor
         return (
             self._deployment is not None
@@ -95,13 +95,13 @@ class WorkerGroup:
 
     @property
     def memory(self) -> list[MemoryUse]:
-        """What each rank used, in rank order; empty before the first start."""
+        """Memory that each rank used, in rank order; empty before the first start."""
         monitor = self._monitor
         return self._memory if monitor is None else [rank.memory for rank in monitor.ranks]
 
     @property
     def silent_loss(self) -> str:
-        """Why the group was lost, if no call has raised that; empty otherwise."""
+        """Reason why the group was lost, if no call has raised that; empty otherwise."""
         monitor = self._monitor
         if monitor is None or monitor.loss is None or monitor.told or monitor.closing:
             return ""

@@ -18,7 +18,7 @@ class KLConfig(Settings):
 
     placement: Literal["none", "loss", "reward"] = Field(
         default="none",
-        description="Where the penalty applies. none: no penalty, and no reference model. loss: "
+        description="Place of the penalty. none: no penalty, and no reference model. loss: "
         "a term of the loss. reward: subtracted from the rewards of the tokens before advantages "
         "are computed.",
     )
@@ -60,8 +60,8 @@ class AlgorithmConfig(Settings):
     )
     aggregation: Options = Field(
         default={"name": "token_mean"},
-        description="How the losses of all tokens become one number, in the same form. By "
-        "default token_mean.",
+        description="Aggregation that makes one number of the losses of all tokens, in the same "
+        "form. By default token_mean.",
     )
     kl: KLConfig = Field(
         default=KLConfig(), description="KL penalty to the initial policy. By default none."

@@ -1,4 +1,4 @@
-"""Which keys of a run file name code, and what they name."""
+"""Keys of a run file that name code, and the code that they name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from earl_core.system.import_path import is_foreign
 
 
 def named_code(config: RunConfig) -> dict[str, str]:
-    """What the keys name that is not EARL's own: import paths, programs, a model's Python files.
+    """Map keys to the code of others that they name: import paths, programs, a model's Python
+    files.
 
     Texts in options count where they could be an import path, whoever reads them.
     """

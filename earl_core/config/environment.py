@@ -1,4 +1,5 @@
-"""What is played: an environment, an agent of the user's own, or a mixture of several."""
+"""Settings of the played episodes: an environment, an agent of the user's own, or a mixture of
+several."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class EnvironmentConfig(Settings):
     )
     deterministic: bool = Field(
         default=True,
-        description="Whether an episode can be replayed from the prompt, the seed and the "
+        description="True: an episode can be replayed from the prompt, the seed and the "
         "answers. False: the episodes of a lost host are played anew. A class may say so itself.",
     )
     tools: tuple[str, ...] = Field(
@@ -152,12 +153,12 @@ class EnvironmentConfig(Settings):
 
     @property
     def agent_timeout_seconds(self) -> float:
-        """How long an agent may run."""
+        """Time limit of an agent."""
         return self.episode_timeout_seconds or _AGENT_SECONDS
 
     @property
     def played(self) -> str:
-        """What `environments.registry` knows it by."""
+        """Name by which `environments.registry` knows the environment."""
         return self.name or f"agent:{self.agent}"
 
 
@@ -187,7 +188,8 @@ class CurriculumConfig(Settings):
     """Prompts go where the policy can learn most: to the environments whose groups differ most.
 
     An environment's weight is multiplied by the mean spread of its groups: the standard deviation
-    of a group's returns over the range of returns seen. What is always won, or never, has none.
+    of a group's returns over the range of returns seen. An environment that is always won, or
+    never, has none.
     """
 
     memory: float = Field(

@@ -20,10 +20,12 @@ def configured(
     iteration: int,
     usual: tuple[StageDeployment, StageDeployment] | None = None,
 ) -> tuple[StageDeployment, StageDeployment]:
-    """Those of rollout and update in an iteration. Hosts beyond the fewest have as many replicas as
-    those. Threads that are not configured are a host's cores, divided as the placement says.
+    """Return the stage deployments of rollout and update in an iteration. Hosts beyond the fewest
+    have as many replicas as those. Threads that are not configured are a host's cores, divided as
+    the placement says.
 
-    usual: what stages are that the run file leaves open; None: one rank of each on every host.
+    usual: deployments of the stages that the run file leaves open; None: one rank of each on every
+    host.
     """
     fewest = hardware.fewest_hosts or hardware.hosts
 
@@ -106,7 +108,7 @@ def tensor_degrees(model: ModelShape, engine: bool) -> list[int]:
 
 
 def tensor_problem(model: ModelShape, degree: int, engine: bool) -> str:
-    """Why the model cannot be split over so many ranks; empty when it can.
+    """Return the reason why the model cannot be split over so many ranks; empty when it can.
 
     engine: engines copy key-value heads; copies that are trained would drift apart.
     """

@@ -1,4 +1,4 @@
-"""From a YAML file and `--set a.b=c` overrides to a `RunConfig` whose references lead somewhere."""
+"""Make a `RunConfig` whose references lead somewhere of a YAML file and `--set a.b=c` overrides."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def recipe_names() -> list[str]:
-    """Of the recipes, sorted."""
+    """List the names of the recipes, sorted."""
     return sorted(recipe.stem for recipe in RECIPES.glob("*.yaml"))
 
 
@@ -96,7 +96,8 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
 
 
 def check_references(config: RunConfig) -> None:
-    """See that every reference leads to something here, and hide from now on what that is.
+    """Check that every reference leads to something here, and hide from now on the value it leads
+    to.
 
     Raises `ConfigError`. Nothing is returned: the process that uses a value resolves it.
     """

@@ -1,4 +1,4 @@
-"""Which model is trained, and how to make it when it is not there yet."""
+"""The model that is trained, and the builder that makes it when it is not there yet."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModelConfig(Settings):
 
     @property
     def from_hub(self) -> bool:
-        """Whether the model hub is asked when `path` does not exist."""
+        """True when the model hub is asked where `path` does not exist."""
         return self.builder is None and _HUB_NAME.fullmatch(self.path) is not None
 
     @property

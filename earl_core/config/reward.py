@@ -1,4 +1,4 @@
-"""Which functions score the episodes, and how they are run."""
+"""Functions that score the episodes, and the settings of their processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RewardFunctionConfig(Settings):
     """One function that scores whole episodes."""
 
     function: str = Field(
-        description="What scores an episode: judge or reward_model (models behind an endpoint), "
+        description="Scorer of episodes: judge or reward_model (models behind an endpoint), "
         "or the import path `package.module:function` of a function that is called as "
         "score(episode, **options) and returns a number, or a number and a dict."
     )
@@ -41,7 +41,7 @@ class RewardFunctionConfig(Settings):
         return self.label or re.split(r"[:.]", self.function)[-1]
 
     def scores(self, environment: str) -> bool:
-        """Whether it scores the episodes of the environment with this label."""
+        """Tell whether the function scores the episodes of the environment with this label."""
         return not self.environments or environment in self.environments
 
 
@@ -97,7 +97,7 @@ class RewardConfig(Settings):
         return self
 
     def added(self, scores: Mapping[str, float]) -> float:
-        """What the functions' scores, by label, add to an episode's reward."""
+        """Return the sum that the functions' scores, by label, add to an episode's reward."""
         weights = {each.title: each.weight for each in self.functions}
         return sum(weights[label] * score for label, score in scores.items())
 

@@ -1,4 +1,4 @@
-"""How episodes are played: the sizes of a rollout, the engine."""
+"""Settings of the rollout: its sizes and its engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ToolFormatName = Literal[
     "phi4",
     "json",
 ]
-"""Of `rollout.tool_calls.FORMATS`."""
+"""Names of `rollout.tool_calls.FORMATS`."""
 
 
 class VllmConfig(Settings):
@@ -166,7 +166,7 @@ class RolloutConfig(Settings):
 
     @property
     def value_bytes(self) -> int:
-        """Of a number that the engine computes with."""
+        """Bytes of a number that the engine computes with."""
         return 4 if self.dtype == "float32" else 2
 
     @property

@@ -47,7 +47,7 @@ from earl_core.system.files import canonical_json
 from earl_core.system.settings import Place, Settings
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
-"""What Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
+"""Names that Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
 
 
 class RunConfig(Settings):
@@ -86,8 +86,8 @@ class RunConfig(Settings):
     )
     curriculum: CurriculumConfig | None = Field(
         default=None,
-        description="How the shares of the `environments` follow what can be learned in them; "
-        "None: their weights alone decide.",
+        description="Rule by which the shares of the `environments` follow the spread of their "
+        "returns; None: their weights alone decide.",
     )
     rollout: RolloutConfig = Field(description="Sampling of episodes: engine, batch size, budgets.")
     cluster: ClusterConfig = Field(
@@ -124,7 +124,7 @@ class RunConfig(Settings):
     )
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(),
-        description="How often checkpoints are written, and how many are kept.",
+        description="Intervals of checkpoints, and the number that is kept.",
     )
     dispatch: DispatchConfig = Field(
         default=DispatchConfig(), description="Shared memory for the data that stages pass on."
@@ -226,7 +226,7 @@ class RunConfig(Settings):
 
     @property
     def played(self) -> Mapping[str, EnvironmentConfig]:
-        """What is trained on, by label; the one environment has none."""
+        """Environments that are trained on, by label; a single environment has none."""
         return self.mixture if self.environment is None else {"": self.environment}
 
     @property
@@ -236,7 +236,7 @@ class RunConfig(Settings):
 
     @property
     def evaluated(self) -> Mapping[str, EnvironmentConfig]:
-        """What the held-out episodes are played in, by label."""
+        """Environments that the held-out episodes are played in, by label."""
         if self.environment is None:
             return self.played
         options = {**self.environment.options, **self.evaluation.options}
@@ -244,12 +244,12 @@ class RunConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the frozen initial policy must score the episodes."""
+        """True when the frozen initial policy must score the episodes."""
         return self.algorithm.kl.placement != "none"
 
     @property
     def mismatch_watch(self) -> MismatchWatch:
-        """What judges the difference between the engine's log-probs and the trainer's."""
+        """Judge of the difference between the engine's log-probs and the trainer's."""
         return MismatchWatch(self._all_float32, self.rollout.temperature, self.update.max_mismatch)
 
     @property
@@ -258,7 +258,7 @@ class RunConfig(Settings):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the trainer scores the episodes before its first optimizer step."""
+        """True when the trainer scores the episodes before its first optimizer step."""
         steps = self.update.epochs * self.update.minibatches
         return steps > 1 or self.algorithm.importance_correction is not None
 
@@ -272,7 +272,7 @@ _SUPERVISION = (
     "call_timeout_seconds",
     "episode_timeout_seconds",
 )
-"""Of an environment: how it is run, not what is played."""
+"""Settings of an environment that decide how it is supervised, not what is played."""
 
 
 def stage_key(

@@ -23,7 +23,7 @@ def sections() -> dict[str, frozenset[str]]:
 
 
 def advice(path: tuple[int | str, ...]) -> str:
-    """What to do about an unknown key, named with the keys and list positions that lead to it."""
+    """Advise on an unknown key, named with the keys and list positions that lead to it."""
     *around, key = [str(part) for part in path if not isinstance(part, int)]
     here = sections().get(".".join(around), frozenset())
     places = [name for name, keys in sections().items() if key in keys]

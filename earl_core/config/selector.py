@@ -1,4 +1,4 @@
-"""How the selector is told to choose: the `selector` section of a run file."""
+"""Settings of the selector: the `selector` section of a run file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIABLE_FIELDS = (
     "update.logits_chunk_tokens",
     "update.offload_optimizer",
 )
-"""What a choice may move. `reference` follows `update`."""
+"""Fields that a choice may move. `reference` follows `update`."""
 
 
 class SelectorConfig(Settings):

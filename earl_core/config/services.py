@@ -1,4 +1,5 @@
-"""Around the stages: processes of the experience, shared memory, checkpoints, tracking, waits."""
+"""Settings around the stages: processes of the experience, shared memory, checkpoints, tracking,
+waits."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ class ExperienceConfig(Settings):
 
 
 class DispatchConfig(Settings):
-    """Where shards live and how they are checked."""
+    """Storage and verification of shards."""
 
     directory: Place = Field(
         default_factory=lambda: str(user_directory()),
@@ -103,7 +104,7 @@ class DispatchConfig(Settings):
     wait_seconds: float = Field(
         default=30.0,
         ge=0,
-        description="How long a writer waits for free space when the shared memory is full.",
+        description="Seconds that a writer waits for free space when the shared memory is full.",
     )
     verify: Literal["resume", "always"] = Field(
         default="resume",
@@ -142,7 +143,7 @@ class DispatchConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """Which iterations end with a checkpoint, and which are kept."""
+    """Iterations that end with a checkpoint, and the checkpoints that are kept."""
 
     every: int = Field(
         default=1, ge=1, description="Iterations between checkpoints; the last one always has one."
@@ -185,7 +186,7 @@ class EvaluationConfig(Settings):
     )
 
     def episodes_of(self, version: int) -> int:
-        """How many the evaluation of a policy version plays."""
+        """Return the number of episodes that the evaluation of a policy version plays."""
         return self.first_episodes or self.episodes if version == 0 else self.episodes
 
 
@@ -223,7 +224,7 @@ class TrackingConfig(Settings):
 
 
 class DeadlineConfig(Settings):
-    """How long to wait, in seconds, before a wait becomes an error, and how often to try again."""
+    """Time limits in seconds, after which a wait becomes an error, and numbers of further tries."""
 
     start: float = Field(
         default=300.0, gt=0, description="Time limit of the start of a worker group."
@@ -237,12 +238,12 @@ class DeadlineConfig(Settings):
     run_in_use: float = Field(
         default=86400.0,
         ge=0,
-        description="How long a flow run of a Prefect deployment waits for its run while another "
-        "process has it. `earl train` and `earl resume` never wait.",
+        description="Seconds that a flow run of a Prefect deployment waits for its run while "
+        "another process has it. `earl train` and `earl resume` never wait.",
     )
     repeats: int = Field(
         default=3,
         ge=0,
-        description="How often the stages of an iteration, all together, are repeated because "
-        "ranks died or missed a deadline.",
+        description="Number of times that the stages of an iteration, all together, are repeated "
+        "because ranks died or missed a deadline.",
     )

@@ -85,15 +85,15 @@ _OPEN = "all GPUs, or one rank without any"
 
 
 def _stage_rows(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Who lays the stages out: the configuration, or a policy."""
+    """List the rows that tell who lays the stages out: the configuration, or a policy."""
     stages, moved = config.stages, config.selector.moves
     rows = [
         (f"stage deployment of the {stage}", given.label if given else _OPEN, f"stages.{stage}")
-        for stage, given in (("rollout", stages.rollout), ("update", stages.update))
+        for stage, given in zip(("rollout", "update"), stages.at(0), strict=True)
         if stage not in moved
     ]
     for change in stages.changes:
-        named = [each for each in (change.rollout, change.update) if each is not None]
+        named = [each.deployment for each in (change.rollout, change.update) if each is not None]
         text = "; ".join(f"{each.stage} {each.label}" for each in named)
         rows.append((f"from iteration {change.iteration} on", text, "stages.changes"))
     rows.append(("devices of the two", stages.placement, "stages.placement"))

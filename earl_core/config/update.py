@@ -16,7 +16,7 @@ operators."""
 
 
 class UpdateConfig(Settings):
-    """How the policy is updated from one iteration's episodes."""
+    """Settings of the policy's update from one iteration's episodes."""
 
     precision: Literal["auto", "bf16", "fp32"] = Field(
         default="auto",
@@ -84,10 +84,10 @@ class UpdateConfig(Settings):
     )
     activation_checkpointing: Checkpointing = Field(
         default="none",
-        description="What the backward pass computes again instead of keeping it. selective: all "
-        "but matrix products and attention, about half the memory in little more time; compiled "
-        "layers keep little more anyway. full: each layer from its inputs, a fraction of the "
-        "memory in about a third more time.",
+        description="Activations that the backward pass computes again instead of keeping them. "
+        "selective: all but matrix products and attention, about half the memory in "
+        "little more time; compiled layers keep little more anyway. full: each layer from its "
+        "inputs, a fraction of the memory in about a third more time.",
     )
     compile: bool | None = Field(
         default=None,
@@ -108,11 +108,11 @@ class UpdateConfig(Settings):
 
     @property
     def mixed(self) -> bool:
-        """Whether bf16 copies compute."""
+        """True when bf16 copies compute."""
         return self.precision != "fp32"
 
     def compiles(self, gpu: bool) -> bool:
-        """Whether layers are compiled on a GPU, or on a CPU, where the compiler works."""
+        """Tell whether layers are compiled, on a GPU or on a CPU, where the compiler works."""
         return gpu if self.compile is None else self.compile
 
     def tokens_per_microbatch(self, gpu: bool) -> int:

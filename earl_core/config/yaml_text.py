@@ -17,7 +17,7 @@ from earl_core.secrets import redact
 from earl_core.system.errors import ConfigError
 
 MOST_BYTES = 4 << 20
-"""Of a text."""
+"""Largest size of a text."""
 
 _MOST_NODES = 200_000
 _TAG = "tag:yaml.org,2002:"
@@ -96,8 +96,8 @@ def write_yaml(value: Any, *, allow_unicode: bool = False) -> str:
 
 
 def _check(node: yaml.Node, loader: _Loader, sizes: dict[int, int]) -> int:
-    """How many nodes this one stands for with its anchors written out. Raises `ConfigError` for
-    too many, for a key that stands twice, and for an anchor that holds itself."""
+    """Count the nodes that this one stands for with its anchors written out. Raises `ConfigError`
+    for too many, for a key that stands twice, and for an anchor that holds itself."""
     if not isinstance(node, yaml.CollectionNode):
         if any("\ud800" <= each <= "\udfff" for each in node.value):
             raise ConfigError(f"the text in line {node.start_mark.line + 1} holds half a character")

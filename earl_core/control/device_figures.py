@@ -74,7 +74,8 @@ def with_cores(hardware: Hardware, hosts: Sequence[Host] = ()) -> Hardware:
 
 
 def cores_of(host: Host) -> DeviceFigures:
-    """What all cores of a host reach together: kept in the home directory, or measured there.
+    """Return the figures that all cores of a host reach together: kept in the home directory, or
+    measured there.
 
     Raises what worker groups raise.
     """

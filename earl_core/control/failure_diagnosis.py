@@ -1,4 +1,4 @@
-"""When a stage is infeasible or loses its ranks: what happened, and the error that has it repeated.
+"""Diagnosis of a stage that is infeasible or loses its ranks, and the error that has it repeated.
 
 An infeasible stage is repeated under another choice, one that lost ranks under the same.
 """
@@ -32,9 +32,9 @@ class ReplicasLost(EarlError):
 
 
 def is_loss(error: WorkerError) -> bool:
-    """Whether a rank or its engine is gone, so that another may do what it was doing.
+    """Tell whether a rank or its engine is gone, so that another may repeat its work.
 
-    What a program raised is no loss: it would raise it again.
+    An exception of the program is no loss: the program would raise it again.
     """
     if isinstance(error, WorkerCallFailed):
         half_loaded = bool(error.payload.get("engine_lost", False))
@@ -43,7 +43,7 @@ def is_loss(error: WorkerError) -> bool:
 
 
 def loss_of(error: BaseException) -> WorkerError | None:
-    """How ranks were lost, if that is what the error says."""
+    """Return the loss of ranks that the error reports; None where it reports none."""
     if isinstance(error, ReplicasLost):
         return error.last
     return error if isinstance(error, WorkerError) and is_loss(error) else None
@@ -54,8 +54,8 @@ class RanksLost(EarlError):
 
 
 class Infeasible(NamedTuple):
-    """Why a stage is infeasible. stage: the one that needs another stage deployment, empty
-    where the error does not say. tokens: of the context that overflowed."""
+    """The reason why a stage is infeasible. stage: the one that needs another stage deployment,
+    empty where the error does not say. tokens: of the context that overflowed."""
 
     kind: Kind
     stage: str = ""
@@ -78,7 +78,8 @@ class StageInfeasible(EarlError):
 
 
 def diagnose(error: BaseException) -> Infeasible | None:
-    """Whether an error says that a stage is infeasible, and how; None when it is something else."""
+    """Return the reason why a stage is infeasible if the error says so; None when it is something
+    else."""
     if isinstance(error, ReplicasLost):
         return diagnose(error.last)
     if isinstance(error, WorkerLost):

@@ -12,8 +12,8 @@ from earl_core.system.hardware import HostResources
 
 
 def hardware_of(hosts: Sequence[Host], fewest: int | None = None) -> Hardware:
-    """Of each host as much as the one that has least. fewest: hosts for which `stages` says the
-    replicas; None: these."""
+    """Describe the hosts by the one that has least of each resource. fewest: hosts for which
+    `stages` says the replicas; None: these."""
     resources: list[HostResources] = [host.resources for host in hosts]
     gpus = min(each.gpus for each in resources)
     return Hardware(
@@ -35,8 +35,8 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def with_network(hardware: Hardware, fetch_bandwidth: float) -> Hardware:
-    """With what was measured of shards; 0: it was not. Collectives are as fast, unless GPUs have a
-    network beside TCP: then what is assumed of it stays."""
+    """Enter the measured bandwidth of shards; 0: it was not measured. Collectives are as fast,
+    unless GPUs have a network beside TCP: then what is assumed of it stays."""
     found = {"fetch_bandwidth": fetch_bandwidth}
     if fetch_bandwidth and not (hardware.gpus and _RDMA.is_dir() and any(_RDMA.iterdir())):
         found["network_bandwidth"] = fetch_bandwidth
@@ -66,8 +66,8 @@ def open_cluster(config: RunConfig) -> Cluster:
 
 
 def expected_hardware(config: RunConfig) -> Hardware:
-    """What the run will have, as far as this machine can tell: hosts of a cluster have its memory
-    and GPUs, and as many cores and GPUs as are reserved."""
+    """Predict the run's hardware, as far as this machine can tell: hosts of a cluster have its
+    memory and GPUs, and as many cores and GPUs as are reserved."""
     given = config.cluster
     if given.backend == "local":
         return read_hardware(given.most)
@@ -78,5 +78,5 @@ def expected_hardware(config: RunConfig) -> Hardware:
 
 
 def read_hardware(hosts: int = 1) -> Hardware:
-    """Of this machine, in equal parts that work as hosts."""
+    """Describe this machine, in equal parts that work as hosts."""
     return hardware_of(local_hosts(hosts))

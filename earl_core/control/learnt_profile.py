@@ -1,4 +1,4 @@
-"""What a run's observations teach the shared profile, and the runs to come."""
+"""Update of the shared profile by a run's observations, for the runs to come."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LearntProfile:
         return known.get(self._mark, 0)
 
     def table(self, observations: list[Observation], hardware: Hardware) -> ProfileTable:
-        """With all of the run's observations."""
+        """Return the table with all of the run's observations."""
         fresh = observations[self._counted :]
         if fresh:
             self._table = refined(self._table, fresh, self._half_life, hardware)

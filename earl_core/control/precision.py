@@ -1,4 +1,5 @@
-"""What `auto` is for `rollout.dtype` and `update.precision`: decided once for a run, by its hosts.
+"""The value of `auto` for `rollout.dtype` and `update.precision`: decided once for a run, by its
+hosts.
 
 A run keeps what it began with, whatever machine it goes on with: another precision would repeat
 the stages of an iteration under way, and mix two kinds of log-probs.
@@ -23,15 +24,16 @@ from earl_core.selector.model.devices import is_known
 logger = logging.getLogger(__name__)
 
 SETTINGS = ("rollout.dtype", "update.precision")
-"""What may be `auto`; the reference follows the second."""
+"""Settings that may be `auto`; the reference follows the second."""
 
 _LEAST_CAPABILITY = 8.0
 """Compute capability of the first GPUs with units for bf16 (Ampere)."""
 
 
 class Verdict(NamedTuple):
-    """Of a device. fast: whether bf16 takes no longer than float32. why: a noun phrase. factor: how
-    many times as long bf16 takes; 0: its instructions say enough."""
+    """A judgement of a device. fast: true when bf16 takes no longer than float32. why: a noun
+    phrase. factor: time of bf16 as a multiple of the time of float32; 0: its instructions say
+    enough."""
 
     fast: bool
     why: str
@@ -39,7 +41,8 @@ class Verdict(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What `auto` is. why: a clause. factor: of the slowest device, as in `Verdict`."""
+    """The value that `auto` stands for. why: a clause. factor: of the slowest device, as in
+    `Verdict`."""
 
     precision: Literal["bf16", "fp32"]
     why: str
@@ -47,7 +50,7 @@ class Decision(NamedTuple):
 
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:
-        """Of the engine."""
+        """Number format of the engine."""
         return "bfloat16" if self.precision == "bf16" else "float32"
 
 
@@ -121,8 +124,8 @@ def decide(hosts: Sequence[Host]) -> Decision:
 
 
 def judge(host: Host) -> Verdict:
-    """Whether a host's devices compute bf16 fast, by what they say of themselves, else by timed
-    products. Raises what worker groups raise."""
+    """Judge whether a host's devices compute bf16 fast, by what they say of themselves, else by
+    timed products. Raises what worker groups raise."""
     site = host.resources
     if not site.gpus:
         if site.bf16:
@@ -157,7 +160,7 @@ def _with(config: RunConfig, values: Mapping[str, str]) -> RunConfig:
 
 
 def _began(run: Path) -> dict[str, str]:
-    """What a run was last worked with; nothing of one that has not begun."""
+    """Return the settings that a run was last worked with; nothing of one that has not begun."""
     settings: dict[str, Any] = {}
     # Whoever opens the run says what is wrong with it.
     with suppress(FileNotFoundError, RunDamaged):

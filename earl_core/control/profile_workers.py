@@ -64,7 +64,7 @@ class ProfileWorkers:
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` was called."""
+        """True when `stop` was called."""
         return self._made.stop_requested.is_set()
 
     def stop(self) -> None:
@@ -78,7 +78,7 @@ class ProfileWorkers:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Around what leaves no group behind when it fails."""
+        """Enclose work, and leave no group behind when it fails."""
         try:
             yield
         except BaseException as error:
@@ -168,7 +168,7 @@ class ProfileWorkers:
 def _all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run the calls side by side; their results, or the first one's error once all have ended.
 
-    An error that says that memory ran out goes first, for the others may follow from it.
+    An error that says that memory ran out goes first, because the others may follow from it.
     """
     if len(calls) <= 1:
         return [call() for call in calls]

@@ -58,13 +58,13 @@ class Played:
 
     @property
     def tally(self) -> RolloutStats:
-        """What the engine counted."""
+        """Counts that the engine kept."""
         return RolloutStats.model_validate(self.result["tally"])
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the engines are to do. arguments: those of the worker's `method` for a share."""
+    """The work of the engines in a stage. arguments: those of the worker's `method` for a share."""
 
     stage: str
     iteration: int
@@ -140,7 +140,7 @@ def play_evaluation(
 
 
 def _cursor(run: RunDirectory, iteration: int) -> Cursor:
-    """Where the environments of a mixture stand before an iteration."""
+    """Return the places that the environments of a mixture have reached before an iteration."""
     if iteration == 0 or not run.config.environments:
         return {}
     outputs = run.manifest(iteration - 1, "rollout").outputs
@@ -153,7 +153,8 @@ def _cursor(run: RunDirectory, iteration: int) -> Cursor:
 
 
 def suite_is_due(config: RunConfig, suite: SuiteConfig, version: int) -> bool:
-    """Whether an evaluation of this policy version plays the suite: the last one always does."""
+    """Tell whether an evaluation of this policy version plays the suite: the last one always
+    does."""
     every = config.evaluation.every * suite.every
     return version == config.iterations or version % every == 0
 
@@ -203,7 +204,8 @@ def merged(done: list[Played]) -> RolloutStats:
 
 
 def deal(items: range, count: int) -> list[range]:
-    """At most `count` contiguous parts without empty ones; their sizes differ by one at most."""
+    """Divide into at most `count` contiguous parts without empty ones; their sizes differ by one at
+    most."""
     total, start = len(items), items.start
     edges = [start + total * number // count for number in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(edges) if b > a]
@@ -248,7 +250,8 @@ class Engines:
             engine.result()
 
     def write_down(self) -> None:
-        """What starting engines took, side by side, and which of them memory has cost."""
+        """Note the time that starting engines took, side by side, and the engines lost for
+        memory."""
         watch = StageWatch(self.controller, self.deployment, self.job.iteration)
         if self._built:
             watch.switched(max(self._built))
@@ -260,7 +263,7 @@ class Engines:
         return f"{what} {share.items.start} to {share.items.stop - 1}"
 
     def metrics(self) -> dict[str, float]:
-        """How many engines there were, and how many of them were lost: at work, or idle."""
+        """Count the engines, and those that were lost: at work, or idle."""
         return {
             "replicas": float(self.deployment.replicas),
             "replicas_lost": float(len(self.lost) + self._rebuilt),
@@ -347,7 +350,7 @@ class Engines:
         self.controller.run.note(job.iteration, job.stage, note)
 
     def _call(self, member: int, method: str, **arguments: Any) -> dict[str, Any]:
-        """Load and play in one call, for whoever takes it may be a fresh process."""
+        """Load and play in one call, because its process may be a fresh one."""
         controller, job = self.controller, self.job
         group = controller.groups.get("rollout", self.deployment, member)
         with self._changed:

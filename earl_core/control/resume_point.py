@@ -1,4 +1,5 @@
-"""Where a run goes on: the one place that says which updates are done, and where their state lies.
+"""The point at which a run goes on: the one place that says which updates are done, and where their
+state lies.
 
 An iteration is done once a STABLE checkpoint covers it, or this process has finished it. Its update
 is done once it is sealed and its checkpoint is there; without one only the live learner has it.
@@ -13,6 +14,7 @@ from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import read_state, verify_training_state
+from earl_core.run.policy_versions import INITIAL_VERSION
 from earl_core.system.errors import EarlError
 from earl_core.tensors.errors import CheckpointError
 
@@ -32,8 +34,8 @@ class ResumePoint(NamedTuple):
 
 
 def resume_point(run: RunDirectory, finished: int = -1) -> ResumePoint:
-    """Where the run goes on. finished: the last iteration that this process has finished, with or
-    without a checkpoint."""
+    """Find the point at which the run goes on. finished: the last iteration that this process has
+    finished, with or without a checkpoint."""
     stable = run.last_stable()
     iteration = max(finished, stable) + 1
     unsealed = (stage for stage in STAGES if not run.stage_path(iteration, stage).is_file())
@@ -43,7 +45,8 @@ def resume_point(run: RunDirectory, finished: int = -1) -> ResumePoint:
 
 
 def is_updated(run: RunDirectory, iteration: int, checksums: bool = False) -> bool:
-    """Whether the iteration's update is sealed, and its checkpoint there, whole, and that update's.
+    """Tell whether the iteration's update is sealed, and its checkpoint there, whole, and that
+    update's.
 
     The key tells it from the checkpoint of another attempt at the iteration, whose settings or
     data were others. checksums: read all of its bytes too; whoever loads them does in any case.
@@ -67,10 +70,12 @@ def saved_state(run: RunDirectory, version: int) -> Path | None:
 
     Raises `StateLost` when there is none: the missing iterations come first.
     """
-    iteration = version - 1
-    if version == 0:
+    if version == INITIAL_VERSION:
         return None
-    if iteration not in run.stable_iterations() and not is_updated(run, iteration):
+    iteration = run.versions.maker(version)
+    if iteration is None or not (
+        iteration in run.stable_iterations() or is_updated(run, iteration)
+    ):
         raise StateLost(
             f"policy version {version} is needed, but neither the learner nor a checkpoint "
             "holds it: resume the run, which repeats what is missing"

@@ -1,4 +1,4 @@
-"""What the selector learns from: the run's observations, kept in its directory."""
+"""Observations of the run that the selector learns from, kept in its directory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class RunHistory:
         self._inherited = len(self._seen)
 
     def add(self, seen: Observation) -> None:
-        """On disk when this returns."""
+        """Add an observation, which is on disk when this returns."""
         with self._lock:
             self._run.observations.append(seen.model_dump(mode="json"))
             self._seen.append(seen)
 
     def through(self, iteration: float = math.inf) -> list[Observation]:
-        """Those up to and with this iteration, oldest first."""
+        """List the observations up to and with this iteration, oldest first."""
         with self._lock:
             return [seen for seen in self._seen if seen.iteration <= iteration]
 
     def since_start(self, iteration: int) -> list[Observation]:
-        """Of `through`, those that this process added."""
+        """List those observations of `through` that this process added."""
         with self._lock:
             fresh = self._seen[self._inherited :]
         return [seen for seen in fresh if seen.iteration <= iteration]

@@ -1,4 +1,4 @@
-"""What a run needs of the shared memory of its hosts, and whether it has it."""
+"""A run's need of shared memory on its hosts, and the check against their room."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from earl_core.system.finding import Finding
 from earl_core.system.shared_memory import VERSIONS, Need, Room, enlarge, shards_limit
 
 _TOKEN_BYTES = 13
-"""Of a token in the shards of rollout and advantage; see `trajectory.schema`."""
+"""Bytes of a token in the shards of rollout and advantage; see `trajectory.schema`."""
 _MORE_BYTES = 4
-"""Of a token in a further column of float32: reference or old log-probs."""
+"""Bytes of a token in a further column of float32: reference or old log-probs."""
 
 
 def samples_bytes(episodes: int, tokens: int, columns: int = 0) -> int:
-    """Of so many episodes of so many tokens. columns: further ones, of log-probs."""
+    """Return the bytes of so many episodes of so many tokens. columns: further ones, of
+    log-probs."""
     return episodes * tokens * (_TOKEN_BYTES + columns * _MORE_BYTES)
 
 
 def need_of(config: RunConfig) -> Need:
-    """What the run keeps, should every episode fill the context that engines are first built for.
+    """Compute the bytes that the run keeps, should every episode fill the context that engines are
+    first built for.
 
     Raises `ConfigError` for a model that is not there.
     """
@@ -36,8 +38,8 @@ def need_of(config: RunConfig) -> Need:
 
 
 def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Finding]:
-    """What speaks against a run that needs so much where weights have so much room. max_bytes:
-    `dispatch.max_bytes`."""
+    """Yield the findings against a run that needs so much where weights have so much room.
+    max_bytes: `dispatch.max_bytes`."""
     larger = enlarge(need.size)
     limit = shards_limit(max_bytes, room.size, need.version)
     weights = f"{VERSIONS} x {gib(need.version)}"

@@ -1,7 +1,7 @@
 """One stage of an iteration: whether it is finished, and what happens while it runs.
 
-What it took goes into its manifest, of which `observe` makes the selector's observations once the
-iteration is done. What it had no room for and what a switch cost are written down at once. Lost
+Its time and memory go into its manifest, of which `observe` makes the selector's observations once
+the iteration is done. A lack of memory and the cost of a switch are written down at once. Lost
 ranks are counted, and the stage that they cost is repeated.
 """
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_of(rollout: Mapping[str, float]) -> Load:
-    """What the iteration asked of its stages, from the metrics of its rollout."""
+    """Compute the load that the iteration put on its stages, from the metrics of its rollout."""
     turns = rollout["turns/mean"]
     return Load(
         episodes=max(1, round(rollout["episodes"] + rollout.get("episodes_failed", 0.0))),
@@ -143,19 +143,19 @@ class StageWatch:
         return {"deployment": self._deployment._asdict()}
 
     def switched(self, seconds: float, kind: Kind = "switched") -> None:
-        """What another stage deployment took. kind: `switched` or `resharded`."""
+        """Note the seconds that another stage deployment took. kind: `switched` or `resharded`."""
         self._add(kind, seconds=seconds)
 
     def lost_engine(self, error: BaseException) -> None:
-        """That an engine ran out of memory whose episodes others have played."""
+        """Note that an engine ran out of memory whose episodes others have played."""
         infeasible = diagnose(error)
         if infeasible is not None:
             self._infeasible(infeasible, None, answered=False)
 
     @contextmanager
     def fitting(self, load: Load | None = None) -> Iterator[None]:
-        """Around the stage's work: what shows that it is infeasible is written down and raised as
-        `StageInfeasible`; all else passes.
+        """Enclose the stage's work: an error that shows that it is infeasible is written down and
+        raised as `StageInfeasible`; all else passes.
 
         Under a policy that does not move the stage, running out of memory is an error like others,
         unless a GPU's token budget is open.
@@ -181,15 +181,16 @@ class StageWatch:
             raise StageInfeasible(seen.model_dump(mode="json"), _reason(seen, error)) from error
 
     def _movable(self) -> bool:
-        """Whether less memory is another choice away: of the policy, or of an open token budget."""
+        """Tell whether another choice can need less memory: one of the policy, or of an open token
+        budget."""
         config, gpus = self._controller.config, self._controller.hardware.gpus
         smaller = gpus > 0 and config.update.max_tokens_per_microbatch is None
         return self._stage in config.selector.moves or (self._stage == "update" and smaller)
 
     @contextmanager
     def timing_switch(self) -> Iterator[None]:
-        """Around what brings the stage's group into its stage deployment: writes down what that
-        took, if processes were started or live ones exchanged their state."""
+        """Time the work that brings the stage's group into its stage deployment, and write the
+        seconds down, if processes were started or live ones exchanged their state."""
         groups, started = self._controller.groups, time.perf_counter()
         before = groups.live(self._stage)
         old = before.deployment if before is not None else None
@@ -254,7 +255,8 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
     known = controller.run.sealed(iteration, stage, key)
     makes = STAGES[stage].makes if stage in STAGES else "columns"
     if known is not None and makes == "state":
-        held = controller.live_version == iteration + 1
+        learner = controller.learners[STAGES[stage].role]
+        held = learner.version == controller.run.versions.update(iteration).made
         if not held and not is_updated(controller.run, iteration, checksums=True):
             known = None
     if known is not None and makes == "weights" and not weights_exist(controller, known):
@@ -270,7 +272,7 @@ def key_of(controller: RunController, iteration: int, stage: str, inputs: Sequen
 
 
 def weights_exist(controller: RunController, manifest: Manifest) -> bool:
-    """Whether every host has the files that a publish manifest names, at full size."""
+    """Tell whether every host has the files that a publish manifest names, at full size."""
     files = manifest.outputs["weights"]["files"]
     return all(controller.run.stores.have(Path(file["path"]).name, file["bytes"]) for file in files)
 
@@ -306,7 +308,7 @@ _counting = threading.Lock()
 
 @contextmanager
 def surviving(controller: RunController, iteration: int, stage: str) -> Iterator[None]:
-    """Around a stage's work: raises `RanksLost` for lost ranks while the iteration has repeats
+    """Enclose a stage's work: raises `RanksLost` for lost ranks while the iteration has repeats
     left (`deadlines.repeats`), `HostsChanged` where their host is lost; all else passes, and so
     does a loss once there are none."""
     try:

@@ -14,7 +14,7 @@ _ROUNDS_AS_TOLD = "2.13."
 
 
 def worker_environment(role: str, threads: int, hardware: Hardware) -> dict[str, str]:
-    """Of a rank that computes with this many CPU threads."""
+    """Return the environment variables of a rank that computes with this many CPU threads."""
     allocator = {}
     told = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if hardware.gpus and role in TRAINING and not told:

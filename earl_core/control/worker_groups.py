@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.group import Group
-from earl_core.cluster.group_here import GroupHere
 from earl_core.cluster.host import Host, LocalHost, local_hosts
+from earl_core.cluster.in_process import InProcessGroup
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.control.worker_environment import worker_environment
@@ -41,7 +41,7 @@ def quiet(stage: str, iteration: int, progress: dict[str, Any]) -> None:
 
 
 TARGETS = {role.name: role.target for role in ROLES.values()}
-"""What runs in the ranks of each worker group."""
+"""Import path of the object that runs in the ranks of each worker group."""
 
 
 def preload_ranks(hosts: Sequence[Host] = ()) -> None:
@@ -57,21 +57,22 @@ def preload_ranks(hosts: Sequence[Host] = ()) -> None:
 _IN_ITS_PLACE = "earl_core.cluster.placed_rank:build"
 
 _GRACE_SECONDS = 30.0
-"""For a clean end: vLLM takes up to 20 s on a busy machine, and leaves entries in shared memory
-when it is cut short."""
+"""Seconds for a clean end: vLLM takes up to 20 s on a busy machine, and leaves entries in shared
+memory when it is cut short."""
 
 Member = tuple[str, int]
 """A worker group: the role, and which of its groups, counted from 0."""
 
 
 class Ahead(NamedTuple):
-    """When a start ahead of need began, and when it was done, by `time.perf_counter`."""
+    """Start and end of a start ahead of need, by `time.perf_counter`."""
 
     begun: float
     done: float
 
     def seconds(self, waited_since: float) -> float:
-        """What it took with what followed until now, for one who waits since then."""
+        """Return the seconds of the start and of the work that followed until now, for a caller
+        that waits since `waited_since`."""
         return self.done - self.begun + time.perf_counter() - max(waited_since, self.done)
 
 
@@ -160,7 +161,7 @@ class WorkerGroups:
         if old is not None:
             self._count_loss(role, name, old.silent_loss)
             old.stop(_GRACE_SECONDS)
-        make: Callable[..., Group] = GroupHere if self._here else WorkerGroup
+        make: Callable[..., Group] = InProcessGroup if self._here else WorkerGroup
         group = make(
             name,
             _IN_ITS_PLACE,
@@ -189,7 +190,8 @@ class WorkerGroups:
         return group
 
     def _count_loss(self, role: str, name: str, reason: str) -> None:
-        """Of a group that was lost between two calls; what a call raises, its stage counts."""
+        """Count a group that was lost between two calls; a loss that a call raises is counted by
+        its stage."""
         if reason:
             iteration = self._next_iteration()
             self.rebuilt[iteration] += 1
@@ -216,7 +218,7 @@ class WorkerGroups:
         """Have other roles give back the devices' memory that this one is about to use."""
         if not self.hardware.gpus or role not in PLACED:
             # A core's memory is everybody's. What of it can be given back is asked for by the stage
-            # that needs it: here groups that play may be asked, for others start beside them.
+            # that needs it: here groups that play may be asked, because others start beside them.
             return
         self.make_room(role, deployment)
 
@@ -242,7 +244,7 @@ class WorkerGroups:
     ) -> dict[str, Any]:
         """Reshard a live group of the role, the number of its ranks and their state unchanged.
 
-        What rank 0 says of it. Raises what `Group.reshard` raises; the group has then ended."""
+        Returns rank 0's report. Raises what `Group.reshard` raises; the group has then ended."""
         with self._starting_of((role, member)):
             self._make_room(role, deployment)
             group = self._groups[(role, member)]
@@ -268,11 +270,11 @@ class WorkerGroups:
     def start_ahead(self, wanted: Iterable[tuple[str, StageDeployment]]) -> None:
         """Start the groups of these roles side by side, and return at once.
 
-        A stage that needs one of them waits for it. Groups that live are left alone, for only
-        their stage knows how to bring their state into another one, and so are those that must
-        not use a device beside others. Half of the cores start groups ahead, for a stage may start
-        one of its own meanwhile. An error is the stage's to raise: it starts the group again.
-        A group in this process is its caller's to start.
+        A stage that needs one of them waits for it. Groups that live are left alone, for only their
+        stage knows how to bring their state into another one, and so are those that must not use a
+        device beside others. Half of the cores start groups ahead, because a stage may start one of
+        its own meanwhile. An error is the stage's to raise: it starts the group again. A group in
+        this process is its caller's to start.
         """
         if self._here:
             return
@@ -304,7 +306,8 @@ class WorkerGroups:
         self._ahead[(role, member)] = Ahead(begun, time.perf_counter())
 
     def started_ahead(self, role: str, member: int = 0) -> Ahead | None:
-        """When the group was started, if that was ahead of need and nobody has asked yet."""
+        """Return the times of the group's start, if that was ahead of need and nobody has asked
+        yet."""
         return self._ahead.pop((role, member), None)
 
     def live(self, role: str, member: int = 0) -> Group | None:

@@ -1,1 +1,2 @@
-"""What is laid out, and how: words that configuration, selector, controller and ranks share."""
+"""Vocabulary of stages and their layout, shared by configuration, selector, controller and
+ranks."""

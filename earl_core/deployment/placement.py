@@ -1,4 +1,5 @@
-"""Where a stage's ranks run: which cores and devices are whose, and who makes room for whom.
+"""Placements of a stage's ranks: the cores and devices of each, and the groups that make room for
+others.
 
 Pure functions behind one registry. The configuration names a placement, the selector asks it how
 many threads a rank has, the controller asks it where to put a group and which groups must give
@@ -20,8 +21,8 @@ from earl_core.system.hardware import HostResources
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a group's ranks on one host use. cores: those it may use, all when empty. gpus: their
-    indices."""
+    """The share of one host that a group's ranks use. cores: those they may use, all when empty.
+    gpus: their indices."""
 
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
@@ -43,8 +44,8 @@ class Placement(Protocol):
         """CPU threads for each rank of the role, at least 1."""
 
     def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
-        """What group `member` of the stage uses of a host that has all of the stage's groups.
-        Groups that work at the same time share nothing if they can."""
+        """Assign a share of the host to group `member` of the stage, on a host that has all of the
+        stage's groups. Groups that work at the same time share nothing if they can."""
 
     def gives_way(self, role: str) -> tuple[str, ...]:
         """Roles that must release their devices' memory before a stage of this role runs."""
@@ -124,7 +125,8 @@ def spread(
 
 
 def _own(given: Assignment, hosts: Sequence[HostResources], host: int) -> Assignment:
-    """Not the cores of another part of the same machine."""
+    """Give the assignment the cores of its own part where hosts are parts of one machine and it has
+    none."""
     return given if given.cores or len(hosts) == 1 else replace(given, cores=hosts[host].cores)
 
 
@@ -145,8 +147,8 @@ def _gpus(site: HostResources) -> tuple[int, ...]:
 
 
 def _first_devices(deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
-    """Of the stage's groups, from the first device on, the member's; no cores in particular where
-    there are too few for all of them."""
+    """Assign to a group the devices of its member number, counted from the host's first device on;
+    no cores in particular where there are too few for all groups of the stage."""
     width = deployment.ranks // deployment.groups
     gpus = _gpus(site)[member * width : (member + 1) * width]
     width *= deployment.threads

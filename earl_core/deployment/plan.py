@@ -25,7 +25,7 @@ class Basis(Settings):
 
 
 class StagePrediction(Settings):
-    """What a plan expects of one stage under the load of the next iteration.
+    """A plan's expectation of one stage under the load of the next iteration.
 
     tokens_per_second: of one engine while it decodes, or of a whole training stage. peak_bytes,
     budget_bytes: as the predictor judges them: of one device, on a CPU host of the whole stage.

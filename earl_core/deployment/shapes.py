@@ -1,4 +1,4 @@
-"""What is laid out, and on what: `ModelShape`, `DeviceFigures` and `Hardware`."""
+"""The model and the hardware that a layout is for: `ModelShape`, `DeviceFigures` and `Hardware`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from earl_core.system.settings import Settings
 
 
 class ModelShape(Settings):
-    """The numbers of a model's configuration that decide memory, work and legal degrees. What is
-    derived from them is worked out once, because many candidates need it."""
+    """The numbers of a model's configuration that decide memory, work and legal degrees. Numbers
+    derived from them are worked out once, because many candidates need it."""
 
     model_type: str
     hidden_size: int
@@ -30,7 +30,7 @@ class ModelShape(Settings):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
-        """From the mapping in a Hugging Face `config.json`.
+        """Make the shape of the mapping in a Hugging Face `config.json`.
 
         Raises `ValueError` when a number is missing or no model has it.
         """
@@ -118,7 +118,7 @@ class ModelShape(Settings):
 
 
 class DeviceFigures(Settings):
-    """What a data sheet says of one device, or a measurement. Rates are peaks, per second."""
+    """Figures of one device, from a data sheet or a measurement. Rates are peaks, per second."""
 
     name: str
     nccl: bool = Field(default=True, description="Collectives are NCCL's, with its latencies.")
@@ -143,7 +143,7 @@ class DeviceFigures(Settings):
 
     @property
     def bf16_factor(self) -> float:
-        """How many times as long bf16 takes as float32."""
+        """Time that bf16 takes as a multiple of the time of float32."""
         return (self.float32_flops or self.flops) / self.flops
 
     def flops_of(self, value: int) -> float:
@@ -155,8 +155,8 @@ class Hardware(Settings):
     """The devices that the stages may use. `gpus` counts those of all hosts together. For what the
     driver did not say of them, 0, stands what the data sheet says."""
 
-    cpu_cores: int = Field(ge=1, description="Of one host.")
-    memory_bytes: int = Field(ge=1, description="Of one host.")
+    cpu_cores: int = Field(ge=1, description="Cores of one host.")
+    memory_bytes: int = Field(ge=1, description="Memory of one host.")
     gpus: int = Field(default=0, ge=0)
     gpu_memory_bytes: int = Field(default=0, ge=0)
     gpu_name: str = ""
@@ -170,7 +170,7 @@ class Hardware(Settings):
     )
     figures: DeviceFigures | None = Field(
         default=None,
-        description="As measured: of a GPU that no data sheet is known of, or of all cores.",
+        description="Measured figures: of a GPU that no data sheet is known of, or of all cores.",
     )
     hosts: int = Field(default=1, ge=1)
     fewest_hosts: int | None = Field(

@@ -1,4 +1,4 @@
-"""How one stage is laid out on the hardware: how many ranks there are along which axes.
+"""The layout of one stage on the hardware: the numbers of ranks along each axis.
 
 Imports no torch.
 """
@@ -19,11 +19,11 @@ Degree = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
 
 Checkpointing = Literal["none", "selective", "full"]
-"""What a decoder layer keeps of its activations for the backward pass: all of them; what matrix
-products and attention gave; its input alone. The rest is computed again."""
+"""The activations that a decoder layer keeps for the backward pass: all of them; the outputs of
+matrix products and attention; its input alone. The rest is computed again."""
 
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
-"""From the fastest to the smallest."""
+"""The kinds of checkpointing, from the fastest to the smallest."""
 
 
 def _checkpointing(stored: Any) -> Any:
@@ -36,7 +36,7 @@ AXES = ("replicas", "shard", "context_parallel", "tensor_parallel")
 
 
 class StageDeployment(NamedTuple):
-    """How one stage is laid out for one iteration; its worker groups follow when it changes.
+    """The layout of one stage for one iteration; its worker groups follow when it changes.
 
     rollout: `replicas` engines of `tensor_parallel` devices each. Training stages: a mesh of
     replicas (copies of the parameters) x shard (ranks that share one copy, FSDP) x
@@ -103,7 +103,7 @@ class StageDeployment(NamedTuple):
 
     @property
     def label(self) -> str:
-        """In a few words, for tables and reasons."""
+        """The deployment in a few words, for tables and reasons."""
         words = [f"TP {self.tensor_parallel}"]
         words += [f"CP {self.context_parallel}"] if self.context_parallel > 1 else []
         words += [f"shard {self.shard}"] if self.shard > 1 else []
@@ -125,7 +125,7 @@ slices. `rebuild`: the processes end and others start."""
 
 
 def move_between(before: StageDeployment, after: StageDeployment) -> Move:
-    """What leads from one stage deployment to another of the same stage."""
+    """Return the kind of move that leads from one stage deployment to another of the same stage."""
     if before == after:
         return "none"
     if before.stage == "rollout":

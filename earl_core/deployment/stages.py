@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 @dataclass(frozen=True)
 class Role:
-    """What the worker groups of one kind are.
+    """The properties that worker groups of one kind share.
 
     target: the import path of what runs in their ranks. placed: whose part of a host's devices they
     have, the engines' or the training's; empty: they are too light to matter. release, restore: the
@@ -58,7 +58,7 @@ ROLES: Mapping[str, Role] = {
             restore="reload",
         ),
         Role("model", "earl_core.models.builder:ModelBuilder"),
-        Role("environment", "earl_core.environments.check:Check"),
+        Role("environment", "earl_core.environments.hosting.check:Check"),
     )
 }
 """Every kind of worker group by its name."""
@@ -67,7 +67,7 @@ PLACED = tuple(role.name for role in ROLES.values() if role.placed)
 """Roles that have a place."""
 
 TRAINING = tuple(role.name for role in ROLES.values() if role.placed == "training")
-"""Those of them that hold a model of the learner's."""
+"""Roles with a place that hold a model of the learner's."""
 
 Selectable = Literal["rollout", "reference", "update"]
 """A stage whose deployment is a choice."""
@@ -101,11 +101,12 @@ class Stage:
     scores: bool = False
 
     def takes_part(self, given: Any) -> bool:
-        """Whether an iteration of this configuration, or for this selection's input, has it."""
+        """True when an iteration of this configuration, or for this selection's input, has the
+        stage."""
         return not self.optional or bool(attrgetter(self.optional)(given))
 
     def sources(self, given: Any) -> tuple[str, ...]:
-        """What of `reads` there is."""
+        """Return the entries of `reads` that exist in an iteration of this configuration."""
         return tuple(
             name for name in self.reads if name == WEIGHTS or STAGES[name].takes_part(given)
         )
@@ -126,7 +127,7 @@ _PLAY = (
     "rollout.stop",
     "rollout.dtype",
 )
-"""Whatever is played, for training or to evaluate."""
+"""Settings of whatever is played, for training or to evaluate."""
 
 _SCORED = (
     "reward.functions",
@@ -135,7 +136,7 @@ _SCORED = (
     "reward.max_failed_share",
     "rollout.max_failed_share",
 )
-"""How episodes are scored."""
+"""Settings that decide the scores of episodes."""
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
@@ -213,12 +214,17 @@ EVALUATION = Stage(
         *_SCORED,
     ),
 )
-"""What is played between iterations; its seal lies beside theirs."""
+"""The stage that plays episodes between iterations; its seal lies beside those of the iterations'
+stages."""
 
 STAGE_SETTINGS: Mapping[str, tuple[str, ...]] = {
     stage.name: stage.settings for stage in (*STAGES.values(), EVALUATION)
 }
 """The settings that each stage's key covers."""
+
+
+TRAINED = tuple(stage.role for stage in STAGES.values() if stage.makes == "state")
+"""Roles that train a model: each has a learner's handle in the run controller."""
 
 
 def taking_part(given: Any) -> list[Stage]:
@@ -227,8 +233,8 @@ def taking_part(given: Any) -> list[Stage]:
 
 
 def waves(stages: Iterable[Stage]) -> list[list[Stage]]:
-    """What follows `select`, in rounds: the stages of one read nothing of each other, so that they
-    may run side by side; those that always take part come first.
+    """Sort the stages that follow `select` into rounds: the stages of a round read nothing of each
+    other, so that they may run side by side; those that always take part come first.
 
     stages: of an iteration, each after those that it reads.
     """

@@ -8,12 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from earl_core.environments.adapters.data_set import Row, read_rows
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.data_set import Row, read_rows
 from earl_core.environments.options import Options
-from earl_core.environments.results import real_number
 from earl_core.environments.rewards import ANSWER_RULES
-from earl_core.environments.usable_rows import RowRules
+from earl_core.environments.rewards.results import real_number
+from earl_core.environments.rewards.usable_rows import RowRules
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_object, refuse_library
 
@@ -126,8 +126,8 @@ class PromptEnvironment:
 
 
 def _takes_messages(function: Any, path: str) -> bool:
-    """Whether a reward function has a third argument, for the messages of tools. Raises ConfigError
-    for what is no plain function of (completion, row)."""
+    """Tell whether a reward function has a third argument, for the messages of tools. Raises
+    ConfigError for what is no plain function of (completion, row)."""
     what = f"the option reward_function {path!r}"
     if not callable(function):
         raise ConfigError(f"{what} is not a function", remedy="name one")

@@ -10,7 +10,7 @@ from typing import Any, Self, cast, get_origin, get_type_hints
 from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
 from earl_core.environments.options import parse_options
-from earl_core.environments.reward_functions import NAME, RewardFunctions
+from earl_core.environments.rewards.reward_functions import NAME, RewardFunctions
 from earl_core.environments.tools.functions import load_tool
 from earl_core.environments.tools.mcp import open_servers
 from earl_core.environments.tools.toolbox import Toolbox
@@ -23,11 +23,11 @@ BUILT_IN: dict[str, str] = {
     "tic_tac_toe": "earl_core.environments.games.tic_tac_toe:TicTacToe",
     "connect_four": "earl_core.environments.games.connect_four:ConnectFour",
     "prompt": "earl_core.environments.prompt:PromptEnvironment",
-    "textarena": "earl_core.environments.textarena:TextArenaEnvironment",
-    "gymnasium": "earl_core.environments.gymnasium:GymnasiumEnvironment",
-    "reasoning_gym": "earl_core.environments.reasoning_gym:ReasoningGymEnvironment",
-    "openenv": "earl_core.environments.openenv:OpenEnv",
-    f"{PREFIX}verifiers": "earl_core.environments.verifiers:Verifiers",
+    "textarena": "earl_core.environments.adapters.textarena:TextArenaEnvironment",
+    "gymnasium": "earl_core.environments.adapters.gymnasium:GymnasiumEnvironment",
+    "reasoning_gym": "earl_core.environments.adapters.reasoning_gym:ReasoningGymEnvironment",
+    "openenv": "earl_core.environments.adapters.openenv:OpenEnv",
+    f"{PREFIX}verifiers": "earl_core.environments.adapters.verifiers:Verifiers",
 }
 
 
@@ -168,7 +168,8 @@ async def toolbox(
     timeout_seconds: float,
     environment: Any,
 ) -> Toolbox:
-    """What the model may call beside the methods of the environment, which are checked, too.
+    """Collect the tools that the model may call beside the methods of the environment, which are
+    checked, too.
 
     Servers stay connected as long as the event loop lives. Raises ConfigError.
     """

@@ -49,11 +49,12 @@ ADVANTAGE_RULES: dict[str, Rule] = {
     "seconds": "max",
     **READ_RULES,
 }
-"""How the metrics of several ranks become one; their weight is their number of trained tokens."""
+"""Rules that merge the metrics of several ranks; their weight is their number of trained tokens."""
 
 
 def advantage_statistics(batch: Batch, algorithm: AlgorithmConfig) -> RankStatistics:
-    """What other ranks must know of this rank's episodes: never a reward, never a group's mean."""
+    """Compute the statistics that other ranks must know of this rank's episodes: never a reward,
+    never a group's mean."""
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
     if not len(batch):
         return RankStatistics(episodes=0)
@@ -145,9 +146,10 @@ class _Part:
     def all_of(
         cls, batch: Batch, algorithm: AlgorithmConfig, estimator: AdvantageEstimator
     ) -> list[_Part]:
-        """What is compared with each other. Rewards of different environments have scales of their
-        own, so that a baseline over a mixture would tell which environment it was and not how
-        good an episode was; groups are of one environment anyway."""
+        """Divide the batch into parts whose episodes are compared with each other. Rewards of
+        different environments have scales of their own, so that a baseline over a mixture would
+        tell which environment it was and not how good an episode was; groups are of one environment
+        anyway."""
         if not estimator.needs_batch:
             return [cls.of(batch, algorithm, estimator, np.arange(len(batch)))]
         labels = np.array(batch.strings("environment"))
@@ -165,7 +167,7 @@ class _Part:
         members: np.ndarray,
         environment: str = "",
     ) -> _Part:
-        """Of these rows, ascending."""
+        """Make the part of these rows, ascending."""
         episodes, first, inverse = np.unique(
             batch.scalars("episode_id")[members], return_index=True, return_inverse=True
         )
@@ -201,7 +203,7 @@ class _Part:
         )
 
     def scattered(self, values: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """By row, the trained positions and their part of the tokens' values, in time."""
+        """Return, by row, the trained positions and their part of the tokens' values, in time."""
         in_rows = np.empty_like(values)
         in_rows[self.order] = values
         cuts = np.cumsum([len(at) for at in self.trained])[:-1]
@@ -226,7 +228,8 @@ def _turns(batch: Batch, rows: np.ndarray, played: PlayedTurns) -> Turns:
 def _penalties(
     batch: Batch, rows: np.ndarray, trained: list[np.ndarray], algorithm: AlgorithmConfig
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """What each trained token pays, and which of them pay the estimator's bound."""
+    """Return the penalty that each trained token pays, and which tokens pay the estimator's
+    bound."""
     if algorithm.kl.placement != "reward":
         return None, None
     estimator = KL_ESTIMATORS.build(algorithm.kl.estimator)

@@ -1,4 +1,4 @@
-"""How the rewards of an environment's groups differ: what a curriculum learns from."""
+"""Differences of the rewards in an environment's groups, which a curriculum learns from."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Span(BaseModel):
     high: float
 
     def merge(self, other: Span | None) -> Span:
-        """Of both sets together."""
+        """Return the span of both sets together."""
         if other is None:
             return self
         return Span(low=min(self.low, other.low), high=max(self.high, other.high))
 
 
 class GroupReturns(BaseModel):
-    """Of one environment. spreads: of each group with two rewarded episodes or more, the standard
-    deviation of their rewards. span: of all rewards."""
+    """Rewards of one environment's groups. spreads: of each group with two rewarded episodes or
+    more, the standard deviation of their rewards. span: of all rewards."""
 
     spreads: Moments
     span: Span
@@ -40,14 +40,15 @@ class GroupReturns(BaseModel):
         )
 
     def merge(self, other: GroupReturns) -> GroupReturns:
-        """Of both sets of groups together."""
+        """Return the statistics of both sets of groups together."""
         return GroupReturns(
             spreads=self.spreads.merge(other.spreads), span=self.span.merge(other.span)
         )
 
 
 def group_returns(batch: Batch, rewarded: Rows) -> dict[str, GroupReturns]:
-    """By the labels of the environments. rewarded: as of `reward_rows`; groups are whole."""
+    """Compute the returns of groups by the labels of the environments. rewarded: as of
+    `reward_rows`; groups are whole."""
     rows = np.searchsorted(batch.rows, np.asarray(rewarded.numbers["sample_id"]))
     _, first = np.unique(batch.scalars("episode_id")[rows], return_index=True)
     rewards = np.asarray(rewarded.numbers["reward"])[first].tolist()

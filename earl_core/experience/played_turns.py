@@ -59,12 +59,13 @@ class PlayedTurns:
 
     @cached_property
     def order(self) -> Int64Array:
-        """Of the turns by episode and time, [N]."""
+        """Order of the turns by episode and time, [N]."""
         return np.lexsort((self.numbers, self.episodes)).astype(np.int64)
 
     @property
     def token_order(self) -> Int64Array:
-        """Of all their sampled tokens by episode and time; within a turn as they were sampled."""
+        """Order of all their sampled tokens by episode and time; within a turn as they were
+        sampled."""
         counts = self.tokens[self.order]
         first = (np.cumsum(self.tokens) - self.tokens)[self.order]
         inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

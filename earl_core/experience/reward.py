@@ -33,13 +33,13 @@ REWARD_RULES: dict[str, Rule] = {
     "seconds": "max",
     **READ_RULES,
 }
-"""How the metrics of several ranks become one; their weight is their number of episodes."""
+"""Rules that merge the metrics of several ranks; their weight is their number of episodes."""
 
 _NAMED_FAILURES = 3
 _FAILURE_CHARACTERS = 1500
 
 Scored = Mapping[int, Mapping[str, float]]
-"""What functions gave, by label, of each episode."""
+"""Scores that functions gave, by label, of each episode."""
 
 
 def reward_rows(
@@ -94,8 +94,8 @@ def _metrics(totals: np.ndarray) -> dict[str, float]:
 
 
 class ScoreTally(BaseModel):
-    """Of one rank: moments of what functions gave, by label, and of the metrics that they told, by
-    `label/name`; how many episodes have no reward, and why the first of them."""
+    """Scores of one rank: moments of the functions' scores, by label, and of the metrics that they
+    told, by `label/name`; how many episodes have no reward, and why the first of them."""
 
     moments: dict[str, Moments] = Field(default_factory=dict)
     failed: int = 0
@@ -128,8 +128,7 @@ class ScoreTally(BaseModel):
 
 
 def merge_rewards(results: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, Any]:
-    """What the ranks returned as one result. Raises `EarlError` when too many episodes have no
-    reward."""
+    """Merge the results of the ranks. Raises `EarlError` when too many episodes have no reward."""
     merged = merge_results(results, REWARD_RULES)
     if config.curriculum:
         merged["outputs"] = {"returns": _merged_returns(results)}

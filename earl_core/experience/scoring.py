@@ -1,5 +1,5 @@
-"""What reward functions give for the episodes of a rank: many scores at a time, each asked for
-again when it fails.
+"""Scores of reward functions for the episodes of a rank: many at a time, each asked for again when
+it fails.
 
 A function gets an episode as a dict of plain data:
 
@@ -31,7 +31,7 @@ from typing import Any
 from earl_core.config import RunConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.environments.base import EnvironmentFailed, StepResult
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.experience.reward import ScoreTally
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, transcript, utf8
@@ -43,15 +43,15 @@ _LONGEST_PAUSE = 60.0
 
 @dataclass
 class Scores:
-    """Of some episodes, by their ids: what each function gave, by label; and the metrics that it
-    told, by `label/name`. failures: why the others have no reward."""
+    """Scores of some episodes, by their ids: those of each function, by label; and the metrics that
+    it told, by `label/name`. failures: why the others have no reward."""
 
     given: dict[int, dict[str, float]] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
 
     def tally(self) -> ScoreTally:
-        """Of all of them, in an order that does not depend on which was ready first."""
+        """Tally all scores, in an order that does not depend on which was ready first."""
         numbers = [{**given, **self.metrics[at]} for at, given in sorted(self.given.items())]
         return ScoreTally.of(numbers, self.failures)
 

@@ -9,7 +9,7 @@ checkpointing) stays outside of it, in any order. Between its own forward and ba
 compiled layer keeps little more than under selective checkpointing: what its parts, before and
 after attention, hand to each other.
 
-What tensor ranks exchange in a layer is compiled with it.
+The exchanges of tensor ranks in a layer are compiled with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import torch
 
 from earl_core.config.update import UpdateConfig
-from earl_core.learner.few_layers import decoder_layers
+from earl_core.learner.layer_probe import decoder_layers
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.library_paths import plain_libraries
@@ -35,7 +35,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def layers_compiled(model: PreTrainedModel) -> bool:
-    """Whether the layers are compiled."""
+    """Tell whether the layers are compiled."""
     return any(map(_is_compiled, decoder_layers(model)))
 
 
@@ -45,7 +45,7 @@ def _is_compiled(layer: torch.nn.Module) -> bool:
 
 
 def compiling(update: UpdateConfig, device: torch.device) -> bool:
-    """Whether the compiler that `update` asks for works on the device: it compiles a trifle.
+    """Tell whether the compiler that `update` asks for works on the device: it compiles a trifle.
 
     Raises ConfigError where it does not and `update.compile` is true, and warns where that is None.
     """

@@ -1,4 +1,5 @@
-"""What an update, or scoring alone, takes for samples of one length: seconds and memory."""
+"""Measure the seconds and the memory of an update, or of scoring alone, for samples of one
+length."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ class _Clock:
         self._first = True
 
     def goes_on(self) -> bool:
-        """Whether another pass begins: for as long as any rank has time left, and at least one."""
+        """Tell whether another pass begins: for as long as any rank has time left, and at least
+        one."""
         begun = bool(self._alone)
         (more,) = self._ranks.most([int(not begun or time.perf_counter() < self._until)])
         self._last, self._first = _now(), True
@@ -140,7 +142,7 @@ def _now() -> float:
 
 
 def _peak() -> float:
-    """Of the device, or of the private memory, since the last reset."""
+    """Return the peak bytes of the device, or of the private memory, since the last reset."""
     if torch.cuda.is_available():
         return memory.peak_bytes()["peak_cuda_bytes"]
     return float(private_peak_bytes([os.getpid()]))

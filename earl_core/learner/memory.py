@@ -26,10 +26,10 @@ _ADVICE = (
 
 @contextmanager
 def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int) -> Iterator[None]:
-    """Around the work on one microbatch, numbered from 1: raises `OutOfMemory` in place of what
-    the allocators of Python, of torch on the CPU and of CUDA raise. Its payload holds microbatch,
-    microbatches and tokens too. The fault point `<stage>.microbatch<number>` lies in it.
-    """
+    """Enclose the work on one microbatch, numbered from 1: raises `OutOfMemory` in place of the
+    errors that the allocators of Python, of torch on the CPU and of CUDA raise. Its payload holds
+    microbatch, microbatches and tokens too. The fault point `<stage>.microbatch<number>` lies in
+    it."""
     doing = f"microbatch {number} of {count} of '{stage}', {tokens:,} tokens,"
     numbers = {"microbatch": number, "microbatches": count, "tokens": tokens}
     with memory.guarded(stage, doing, _ADVICE, **numbers):
@@ -39,10 +39,9 @@ def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int)
 
 @contextmanager
 def guarded(stage: str) -> Iterator[None]:
-    """Around all that a rank does for a stage: `OutOfMemory` names this stage, whichever part of
+    """Enclose all that a rank does for a stage: `OutOfMemory` names this stage, whichever part of
     the work was refused memory. Also a decorator of plain functions. Afterwards free memory goes
-    back to the host where it is scarce, because other stages may need it.
-    """
+    back to the host where it is scarce, because other stages may need it."""
     try:
         with memory.guarded(stage, f"'{stage}', outside of its microbatches,", _ADVICE):
             yield
@@ -56,7 +55,7 @@ def _give_back_what_is_scarce() -> None:
 
 
 _PARKED_BYTES = 2**28
-"""Of one host memory: a power of two, to which torch rounds page-locked memory up."""
+"""Bytes of a block of host memory: a power of two, to which torch rounds page-locked memory up."""
 
 
 class Parking:
@@ -125,7 +124,8 @@ class Parking:
     def _pieces(
         self, first: int
     ) -> Iterator[tuple[torch.UntypedStorage, list[tuple[slice, torch.Tensor]]]]:
-        """From that storage on: ranges of its bytes, and where in host memory each one waits."""
+        """Yield the storages from that one on, each with ranges of its bytes and the host memory in
+        which each range waits."""
         place = sum(self._sizes[:first])
         for storage, size in zip(self._held[first:], self._sizes[first:], strict=True):
             pieces, done = [], 0

@@ -2,8 +2,8 @@
 
 A thread packs the next microbatch, the only copy of its tokens, while the current one computes, so
 that packing hides behind computing. On a CUDA device it packs into pinned memory and copies on a
-stream of its own; on the CPU the device's tensors are the packed arrays themselves. What comes out
-does not depend on any of this: packing is a pure function.
+stream of its own; on the CPU the device's tensors are the packed arrays themselves. The result does
+not depend on any of this: packing is a pure function.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from earl_core.learner.attention.context_parallel import (
 )
 from earl_core.learner.data.packing import Allocate, PackedMicrobatch, TrainingSample, pack
 from earl_core.learner.data.samples import Minibatch
-from earl_core.learner.head import EntropyMode
+from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.model import PackedTensors
 from earl_core.learner.staging import SentBuffer, Staging
 from earl_core.tensors.collectives import Ranks
@@ -165,7 +165,7 @@ class Evaluated:
 
 
 class Algorithm:
-    """What an update minimises. Raises ConfigError for an unknown name."""
+    """The objective of an update. Raises ConfigError for an unknown name."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._objective = _objective(config)
@@ -176,7 +176,7 @@ class Algorithm:
 
     @property
     def whole_episodes(self) -> bool:
-        """Whether all samples of an episode must be in one microbatch.
+        """True when all samples of an episode must be in one microbatch.
 
         Anything but the two losses known to look at tokens one by one may need it, a loss named by
         import path included.
@@ -187,7 +187,7 @@ class Algorithm:
 
     @property
     def entropy_mode(self) -> EntropyMode:
-        """What `evaluate` does with entropies: report them, or learn from them."""
+        """Use that `evaluate` makes of entropies: it reports them, or learns from them."""
         return "differentiable" if self._objective.entropy_coefficient > 0 else "detached"
 
     def check_columns(self, samples: Sequence[TrainingSample], steps: int) -> None:
@@ -367,9 +367,8 @@ def _added(every: list[dict[str, Any]], key: str) -> Counter[str]:
 
 
 def _engine_side(packed: PackedMicrobatch) -> np.ndarray:
-    """What the engine's side of a comparison is, float32 [T', 3]: log-prob, position, and 1 where
-    the token is the current policy's.
-    """
+    """Return the engine's side of a comparison, float32 [T', 3]: log-prob, position, and 1 where
+    the token is the current policy's."""
     engine = packed.columns["rollout_logprobs"]
     current = packed.columns.get("current", np.ones_like(engine))
     return np.stack([engine, packed.position_ids[packed.predictors], current], axis=1).astype(

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from earl_core.deployment.stage_deployment import Checkpointing
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.compiled_layers import layers_compiled
 from earl_core.learner.data.packing import PackedMicrobatch
-from earl_core.learner.few_layers import few_layers
-from earl_core.learner.head import EntropyMode, decoder_of, head_of
+from earl_core.learner.layer_probe import few_layers
+from earl_core.learner.lm_head import EntropyMode, decoder_of, head_of
 from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
-from earl_core.learner.selective_checkpointing import selective_contexts
 from earl_core.learner.token_logprobs import HeadScore
 from earl_core.pretrained.huggingface import (
     GradientCheckpointingLayer,
@@ -27,7 +28,8 @@ from earl_core.pretrained.huggingface import (
 
 @dataclass(frozen=True)
 class PackedTensors:
-    """What the model needs of a `PackedMicrobatch`, on the model's device; T and T' as there."""
+    """The tensors that the model needs of a `PackedMicrobatch`, on the model's device; T and T' as
+    there."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
@@ -65,7 +67,7 @@ def checkpoint_activations(model: PreTrainedModel, rung: Checkpointing) -> None:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if rung == "selective":
-        options["context_fn"] = selective_contexts
+        options["context_fn"] = _selective_contexts
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
@@ -144,7 +146,8 @@ class Scoring(nn.Module):
         temperature: float,
         entropy: EntropyMode,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `logprobs_of_trained`. states: [T, hidden], of all positions."""
+        """Score the trained tokens as `logprobs_of_trained` does. states: [T, hidden], of all
+        positions."""
         score = HeadScore(
             temperature,
             entropy,
@@ -167,7 +170,7 @@ class PolicyModule(nn.Module):
     def forward(
         self, packed: PackedTensors, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `logprobs_of_trained`."""
+        """Run the decoder and score the trained tokens as `logprobs_of_trained` does."""
         output = decoder_of(self.causal_lm)(
             input_ids=packed.tokens[None],
             position_ids=packed.position_ids[None],
@@ -175,3 +178,48 @@ class PolicyModule(nn.Module):
             sample_boundaries=packed.boundaries,
         )
         return self.scoring(output[0].squeeze(0), packed, temperature, entropy)
+
+
+# Scores of short samples on a CPU (`baddbmm`) are large and not among them.
+_KEPT = frozenset(
+    {
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten._grouped_mm",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "torch_attn._varlen_attn",
+        "_c10d_functional.all_reduce",
+        "_c10d_functional.reduce_scatter_tensor",
+    }
+)
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    """Selective activation checkpointing: the contexts of a layer's forward pass and of computing
+    it again, as `checkpoint` takes them (`context_fn`).
+
+    Results that are dear to compute are kept: matrix products, attention, and the sums over tensor
+    ranks that follow a product. Norms, activations and everything else that goes element by element
+    is computed again, and so are the keys and values that context ranks gather. After torchtitan's
+    `activation_checkpoint.py`.
+    """
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_checkpoint_policy)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def _checkpoint_policy(
+    context: Any, operator: Any, *arguments: Any, **named: Any
+) -> CheckpointPolicy:
+    kept = _is_kept(operator)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _is_kept(operator: Any) -> bool:
+    # By name, because a kernel may be registered when it is first used.
+    return str(operator).removesuffix(".default") in _KEPT

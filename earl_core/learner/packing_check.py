@@ -1,4 +1,4 @@
-"""Whether a model can be trained on packed samples exactly: tried on two tiny ones."""
+"""Check that a model can be trained on packed samples exactly: tried on two tiny ones."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _refusal(model: PreTrainedModel, error: Exception, *, attended: bool) -> Con
 
 
 def _unattended(model: PreTrainedModel) -> ConfigError:
-    """No layer has called `earl_varlen`."""
+    """Make the refusal of a model in which no layer has called `earl_varlen`."""
     name = type(model).__name__
     if not _calls_interface(model):
         return without_interface(name)
@@ -130,7 +130,7 @@ def _unattended(model: PreTrainedModel) -> ConfigError:
 
 
 def _calls_interface(model: PreTrainedModel) -> bool:
-    """Whether the code of the model looks attention up where transformers keeps it."""
+    """Tell whether the code of the model looks attention up where transformers keeps it."""
     try:
         source = inspect.getsource(sys.modules[type(model).__module__])
     except (OSError, KeyError, TypeError):
@@ -139,7 +139,7 @@ def _calls_interface(model: PreTrainedModel) -> bool:
 
 
 def _carrying(model: PreTrainedModel) -> str:
-    """In words: the layers that do more than attend, as far as the configuration names them."""
+    """Name the layers that do more than attend, as far as the configuration names them."""
     kinds = sorted(set(getattr(_text_config(model), "layer_types", None) or ()) - _ATTENDING)
     return f"its layers of type {', '.join(kinds)}" if kinds else ""
 

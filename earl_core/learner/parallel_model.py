@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from earl_core.learner.few_layers import decoder_layers
-from earl_core.learner.head import decoder_of, head_of
+from earl_core.learner.layer_probe import decoder_layers
+from earl_core.learner.lm_head import decoder_of, head_of
 from earl_core.learner.model import PolicyModule, Scoring, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
@@ -62,11 +62,11 @@ class ParallelModel:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Around forward and backward passes; `rest` at the end.
+        """Enclose forward and backward passes; call `rest` at the end.
 
-        What an error cuts off, such as memory that ran out, FSDP2 does not forget by itself: the
-        next passes would lose gradients and say nothing. Torch before 2.13 cannot forget it, and
-        the model refuses to compute from then on.
+        FSDP2 does not by itself forget a pass that an error cut off, such as memory that ran out:
+        the next passes would lose gradients and say nothing. Torch before 2.13 cannot forget it,
+        and the model refuses to compute from then on.
         """
         try:
             yield

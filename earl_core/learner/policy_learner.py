@@ -22,7 +22,7 @@ from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
-from earl_core.learner.head import EntropyMode
+from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
 from earl_core.learner.model import checkpoint_activations
@@ -129,7 +129,7 @@ class PolicyLearner:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """Device that the model lives on."""
         return self.mesh.device
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -239,7 +239,7 @@ class PolicyLearner:
         )
 
     def try_saving(self, parent: Path) -> None:
-        """See `checkpoint.try_training_state`."""
+        """Try to write a training state below `parent`, as `checkpoint.try_training_state` does."""
         try_training_state(parent, model=self.model, tokenizer=self.tokenizer, mesh=self.mesh)
 
     def restore(self, directory: Path) -> dict[str, Any]:
@@ -253,11 +253,12 @@ class PolicyLearner:
 
     @property
     def _others_wait(self) -> bool:
-        """Whether ranks with other samples count on this one even where it has none."""
+        """True when ranks with other samples count on this one even where it has none."""
         return self.mesh.deployment.data_parallel > 1
 
     def _table(self, samples: Sequence[TrainingSample]) -> tuple[np.ndarray, range]:
-        """What decides the minibatches, of all ranks' samples, and which rows are this rank's."""
+        """Gather the table that decides the minibatches, of all ranks' samples, and the range of
+        this rank's rows."""
         parts = self._ranks.gather_rows(sample_table(samples))
         if self._algorithm.whole_episodes and (torn := episodes_on_several(parts)):
             raise ValueError(
@@ -268,7 +269,7 @@ class PolicyLearner:
         return np.concatenate(parts), range(first, first + len(samples))
 
     def _plan(self, samples: Sequence[TrainingSample], rows: Sequence[int]) -> list[list[int]]:
-        """Which rows make a microbatch."""
+        """Divide the rows into microbatches."""
         together = [samples[row].episode_id for row in rows]
         plan = plan_shared(
             [samples[row].tokens for row in rows],
@@ -278,7 +279,8 @@ class PolicyLearner:
         return [[rows[index] for index in part] for part in plan]
 
     def _levelled(self, plans: Sequence[Sequence[object]]) -> list[int]:
-        """How many microbatches this rank goes through for each plan, so that no other waits."""
+        """Count the microbatches that this rank goes through for each plan, so that no other
+        waits."""
         counts = [len(plan) for plan in plans]
         if not self._others_wait:
             return counts
@@ -291,7 +293,7 @@ class PolicyLearner:
     def _microbatches(
         self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[int]], count: int
     ) -> Iterator[FedMicrobatch]:
-        """Those of the plan, and fillers until there are `count`."""
+        """Yield the microbatches of the plan, and fillers until there are `count`."""
         missing = count - len(plan)
         if missing > 0:
             samples = [*samples, _FILLER]
@@ -371,7 +373,8 @@ _FILLER = TrainingSample(
 
 
 def _choose_algorithms(*, deterministic: bool) -> None:
-    """Of this process, before it multiplies on a GPU: cuBLAS reads the variable then."""
+    """Choose the algorithms of this process, before it multiplies on a GPU: cuBLAS reads the
+    variable then."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Nothing here reads memory before it is written.

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
-from earl_core.learner.rows import sum_rows
+from earl_core.learner.shared_rows import sum_rows
 from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 
 if TYPE_CHECKING:
-    from earl_core.learner.head import EntropyMode
+    from earl_core.learner.lm_head import EntropyMode
     from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 
 _T = TypeVar("_T")
@@ -42,7 +42,7 @@ _FEWEST_POSITIONS = 128
 
 @dataclass(frozen=True)
 class HeadScore:
-    """How the head scores tokens.
+    """Settings of the head's scores of tokens.
 
     temperature: logits are divided by it. entropy: see `EntropyMode`. chunk_tokens: positions whose
     logits exist at a time; None: as memory allows. vocabulary: this rank's part where the head is
@@ -231,9 +231,8 @@ class _Head(NamedTuple):
 
 
 class _Sums:
-    """Of each position's exponentials, float32 [T'], under its largest logit `top`: `total`,
-    `weighted` by the logits below it, and the `chosen` token's such logit.
-    """
+    """Sums of each position's exponentials, float32 [T'], under its largest logit `top`: `total`,
+    `weighted` by the logits below it, and the `chosen` token's such logit."""
 
     def __init__(self, positions: int, device: torch.device) -> None:
         self.top = torch.full((positions,), -torch.inf, device=device)
@@ -270,8 +269,9 @@ class _Sums:
 
 
 class _Slope(NamedTuple):
-    """From lowered logits y to the loss's gradient of the logits, but for the chosen tokens' part:
-    exp(y) * (constant + linear * y), float32 [T'] each; linear: None where entropies send none.
+    """The loss's gradient of the logits, but for the chosen tokens' part, as a function of lowered
+    logits y: exp(y) * (constant + linear * y), float32 [T'] each; linear: None where entropies send
+    none.
 
     dH/dlogit = -p (log p + H), where log p = y - log of the sum of exponentials.
     """
@@ -294,7 +294,7 @@ class _Slope(NamedTuple):
         return cls(towards * share, gradients[1] * share)
 
     def rows(self, rows: slice) -> _Slope:
-        """That of these positions, [n, 1]."""
+        """Return the slope of these positions, [n, 1]."""
         linear = None if self.linear is None else self.linear[rows, None]
         return _Slope(self.constant[rows, None], linear)
 
@@ -359,7 +359,8 @@ def _compiled(function: Callable[..., _T]) -> Callable[..., _T]:
 def _places(
     targets: torch.Tensor, vocabulary: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each target is among this rank's rows (a row of another rank's: 0), and whether."""
+    """Return each target's place among this rank's rows (0 for one of another rank), and whether it
+    is there."""
     if vocabulary is not None:
         return vocabulary.places(targets)
     return targets, torch.ones_like(targets, dtype=torch.bool)

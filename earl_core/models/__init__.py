@@ -1,1 +1,1 @@
-"""Where the initial model comes from when it is not there: made on the spot, or the model hub."""
+"""Sources of the initial model when it is not there: made on the spot, or the model hub."""

@@ -95,7 +95,8 @@ def _told(blobs: Path, total: int, progress: Progress) -> Iterator[None]:
 
 
 def needed_files(names: Sequence[str]) -> list[str]:
-    """Of a repository's files: weights in one format, configuration, tokenizer, no sub-folders."""
+    """Choose from a repository's files: weights in one format, configuration, tokenizer, no
+    sub-folders."""
     top = [name for name in names if PurePosixPath(name).parent == PurePosixPath(".")]
     weights = [name for name in top if name.endswith(".safetensors")]
     weights = weights or [name for name in top if name.startswith("pytorch_model")]

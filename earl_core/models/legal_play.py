@@ -1,4 +1,5 @@
-"""What a run's environments tell a new small model: their characters, and random legal play."""
+"""The knowledge that a run's environments give a new small model: their characters, and random
+legal play."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from typing import NamedTuple
 
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import EnvironmentFailed, Message
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError
 
 Game = list[tuple[list[Message], str]]
-"""Of each turn the messages that are new, and a legal answer to them."""
+"""For each turn the messages that are new, and a legal answer to them."""
 
 _MOST_TURNS = 100
 _SIDE_BY_SIDE = 32

@@ -1,4 +1,4 @@
-"""How whoever makes a model says how far that is."""
+"""Reports of the progress of making a model."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 def quiet(done: dict[str, Any]) -> None:
-    """Where nobody listens."""
+    """Report to nobody."""

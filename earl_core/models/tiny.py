@@ -24,7 +24,7 @@ from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_
 from earl_core.models.legal_play import Game, legal_play
 from earl_core.models.progress import Progress, quiet
 from earl_core.pretrained.huggingface import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.system.errors import ConfigError
 
 logger = logging.getLogger(__name__)

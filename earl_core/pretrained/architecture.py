@@ -1,4 +1,4 @@
-"""What a model directory says about the network, with positions that do not depend on the batch.
+"""The network that a model directory describes, with positions that do not depend on the batch.
 
 transformers chooses the rotary factors of some models by the longest position of each forward
 pass: those of LongRoPE (Phi-3 128k and its kin) and of dynamic NTK scaling. The log-probs of a

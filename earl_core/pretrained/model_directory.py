@@ -1,4 +1,4 @@
-"""What lies in a model directory: its tokenizer, and the numbers of its configuration."""
+"""Contents of a model directory: its tokenizer, and the numbers of its configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_HEADER = 100_000_000
 
 
 def model_directory(config: ModelConfig) -> Path:
-    """Where the initial model lies. Raises `ConfigError` when there is none."""
+    """Return the directory of the initial model. Raises `ConfigError` when there is none."""
     directory = Path(config.path)
     if not (directory / "config.json").is_file():
         raise ConfigError(
@@ -67,7 +67,7 @@ def published_bytes(directory: Path, dtype: str) -> int:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Those of an index, or one, as `weights.load.tensor_files` has it; else all."""
+    """List the files of an index, or one, as `weights.load.tensor_files` has it; else all."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if not index.is_file():
         return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))

@@ -1,5 +1,5 @@
-"""What a model directory says of tokens beside its tokenizer: which end a text, and how many rows
-there are for them."""
+"""A model directory's statements about tokens beside its tokenizer: those that end a text, and the
+number of rows for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _MOST_BYTES = 512 << 20
-"""Of a tokenizer: large vocabularies have some tens of megabytes."""
+"""Most bytes of a tokenizer: large vocabularies have some tens of megabytes."""
 
 
 def named_ends(directory: Path, added: Collection[int]) -> list[int]:
@@ -52,7 +52,7 @@ def check_tokenizer_file(directory: Path, rows: int) -> None:
 
 
 def _tokens(raw: Mapping[str, Any]) -> tuple[dict[int, str], set[int]]:
-    """Those of a `tokenizer.json` by id, and which are special."""
+    """Return the tokens of a `tokenizer.json` by id, and the ids of special ones."""
     model = raw.get("model")
     words = model.get("vocab", ()) if isinstance(model, Mapping) else ()
     if isinstance(words, Mapping):

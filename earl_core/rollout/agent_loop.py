@@ -18,23 +18,23 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.tool_calls import Answer, Tools
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodePlayer, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.rollout_load import LoadMeter
-from earl_core.rollout.tool_calls import Answer, Tools
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
 logger = logging.getLogger(__name__)
 
 _NAMED_FAILURES = 3
 RETRIES = 2
-"""Of an episode that was lost by infrastructure."""
+"""Retries of an episode that was lost by infrastructure."""
 
 
 class Environments(Protocol):
-    """What the loop wants of an `EnvironmentPool`, whose methods these are."""
+    """The methods of an `EnvironmentPool` that the loop uses."""
 
     @property
     def tools(self) -> list[dict[str, Any]]: ...
@@ -269,7 +269,7 @@ class _Loop:
 
 
 def live_slots(settings: PlaySettings, episodes: int) -> asyncio.Semaphore:
-    """As many as episodes may be in play at the same time."""
+    """Make as many slots as episodes may be in play at the same time."""
     return asyncio.Semaphore(settings.max_live_episodes or episodes or 1)
 
 

@@ -1,4 +1,4 @@
-"""From configuration and deployment to an engine and a chat tokenizer; imports them when called."""
+"""Make an engine and a chat tokenizer by configuration and deployment; imports them when called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from earl_core.pretrained.model_directory import (
     read_model_shape,
 )
 from earl_core.pretrained.vocabulary import check_tokenizer, named_ends
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import live_slots, play
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.opponents import play_against_policy

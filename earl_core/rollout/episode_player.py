@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from earl_core.environments.base import Message, StepResult
-from earl_core.rollout.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Answer, Tools
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.errors import ContextOverflow
 from earl_core.rollout.rollout_load import LoadMeter
-from earl_core.rollout.tool_calls import NO_TOOLS, Answer, Tools
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import EpisodeSpec, Sample, anchor_of, derive_seed
 
@@ -182,7 +182,7 @@ class EpisodePlayer:
 
     @property
     def begins_new_sample(self) -> bool:
-        """Whether the next request does not extend the tokens before it."""
+        """True when the next request does not extend the tokens before it."""
         return self._new_sample and self._turn > 0
 
     def _check_overflow(self, tokens: int) -> None:

@@ -12,7 +12,8 @@ class RolloutFailed(EarlError):
     def too_many(
         cls, failed: int, episodes: int, share: float, reasons: dict[str, int], examples: str
     ) -> RolloutFailed:
-        """Of more failed episodes than `share` allows; examples: text that names some."""
+        """Make the error of more failed episodes than `share` allows; examples: text that names
+        some."""
         return cls(
             f"{failed} of {episodes} episodes failed, more than the share of {share:g} that "
             "rollout.max_failed_share allows: repair the environment, or raise that share."

@@ -1,4 +1,4 @@
-"""How fast an engine decodes under a load of synthetic sequences, and the memory it takes."""
+"""Measure an engine's decoding under a load of synthetic sequences, and the memory it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which environment each prompt of an iteration plays, where a run has several.
+"""Choice of the environment that each prompt of an iteration plays, where a run has several.
 
 Every environment counts its own prompts, so that a data set is read row by row at whatever weight.
 The counts, and what the curriculum has learnt, are the cursor: the rollout's manifest holds that of
@@ -22,7 +22,7 @@ Draw = tuple[str, int]
 
 
 class Place(BaseModel):
-    """Where one environment stands.
+    """State of one environment of the mixture.
 
     drawn: prompts so far. due: the part of a prompt that it is still to get, negative where it got
     more than its part. spread: the moving mean of its groups' spread (0 to 0.5), None before the

@@ -1,4 +1,4 @@
-"""How often a suite's attempts pass: pass@k with intervals."""
+"""Pass rates of a suite's attempts: pass@k with intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from earl_core.trajectory.samples import Episode
 
 
 def count_passes(episodes: Iterable[Episode], passing_return: float) -> dict[str, int]:
-    """How many prompts had c of n attempts pass, by "c/n"; attempts that failed are left out."""
+    """Count the prompts that had c of n attempts pass, by "c/n"; attempts that failed are left
+    out."""
     passed: dict[int, list[bool]] = {}
     for episode in episodes:
         if not episode.failed:
@@ -27,9 +28,9 @@ def pass_at(k: int, passed: int, attempts: int) -> float:
 
 
 def pass_rates(passes: Mapping[str, int], attempts: int) -> dict[str, dict[str, float]]:
-    """By k = 1, 2, 4, ... up to `attempts`: the mean `share` over the prompts, its 95 % interval
-    (`low`, `high`), and the number of `prompts`, those with at least k attempts that did not fail.
-    Where there are none, nothing is known of k.
+    """Return the rates by k = 1, 2, 4, ... up to `attempts`: the mean `share` over the prompts, its
+    95 % interval (`low`, `high`), and the number of `prompts`, those with at least k attempts that
+    did not fail. Where there are none, nothing is known of k.
 
     The interval is Wilson's for so many prompts: no share of prompts varies more than one of
     successes, so that it is at least as wide as it has to be, also at 0 and 1.
@@ -50,8 +51,8 @@ def pass_rates(passes: Mapping[str, int], attempts: int) -> dict[str, dict[str, 
 def suite_results(tallies: Sequence[tuple[str, int, RolloutStats]]) -> dict[str, Any]:
     """`suites`, a table by label, and their `metrics`. tallies: label, attempts, what was played.
 
-    Of each suite: `return`, its standard error, `episodes`, `failed`, and `pass`, as
-    `pass_rates` has it.
+    Each suite has `return`, its standard error, `episodes`, `failed`, and `pass`, as `pass_rates`
+    has it.
     """
     suites, metrics = {}, {}
     for label, attempts, tally in tallies:

@@ -1,4 +1,4 @@
-"""What episodes keep busy and cost while they are played: waits, tokens, memory, progress."""
+"""Load and cost of episodes while they are played: waits, tokens, memory, progress."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _PROGRESS_SECONDS = 0.3
 
 @dataclass
 class RolloutLoad:
-    """What episodes kept busy and cost. Seconds, tokens, bytes.
+    """Load and cost of episodes. Seconds, tokens, bytes.
 
     Waits are summed over episodes: a lockstep turn of n episodes that takes s seconds counts
     n * s, so that shares mean the same under both schedules. Tool errors: calls not read, refused
     or raising. Calls timed out: of agents to the gateway. Opponent tokens: of the generated ones,
-    those that are not trained on because the policy said them as its own opponent."""
+    those that are not trained on because the policy said them as its own opponent.
+    """
 
     seconds: float = 0.0
     generated_tokens: int = 0
@@ -58,12 +59,12 @@ class RolloutLoad:
         return wait / waits if waits > 0 else 0.0
 
     def then(self, other: RolloutLoad) -> RolloutLoad:
-        """What one engine did in two calls, one after the other."""
+        """Join the loads of one engine in two calls, one after the other."""
         return self._joined(other, "running_max", "live_tokens_max", "peak_memory_bytes")
 
     def beside(self, other: RolloutLoad) -> RolloutLoad:
-        """What two engines did at the same time. The most requests and live tokens are those of
-        one engine, for they fill one engine's memory."""
+        """Join the loads of two engines at the same time. The most requests and live tokens are
+        those of one engine, because they fill one engine's memory."""
         return self._joined(other, "seconds", "running_max", "live_tokens_max")
 
     def _joined(self, other: RolloutLoad, *largest: str) -> RolloutLoad:

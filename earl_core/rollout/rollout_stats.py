@@ -30,8 +30,9 @@ _REASON_CHARACTERS = 400
 
 
 class RolloutStats(BaseModel):
-    """Of unfailed episodes, except `failed` and `failures`, which maps why episodes failed to how
-    often; a rank tells the most frequent only. Histograms map a value to how often it occurred.
+    """Statistics of unfailed episodes, except `failed` and `failures`, which maps why episodes
+    failed to how often; a rank tells the most frequent only. Histograms map a value to how often it
+    occurred.
 
     contexts and turns: of each episode. context_by_turn: the tokens that stand after each turn.
     environment: the environment's own metrics. passes: of a suite, see `pass_rates`. parts: of each
@@ -56,7 +57,8 @@ class RolloutStats(BaseModel):
 
     @classmethod
     def of(cls, played: Sequence[Episode], load: RolloutLoad) -> RolloutStats:
-        """Of one rollout's episodes, the failed ones included, and what they took."""
+        """Compute the statistics of one rollout's episodes, the failed ones included, and of their
+        load."""
         parts: dict[str, list[Episode]] = {}
         for episode in played:
             parts.setdefault(episode.environment, []).append(episode)
@@ -123,7 +125,7 @@ def _reason(episode: Episode) -> str:
 
 
 def _outcomes(episodes: Sequence[Episode]) -> dict[str, int]:
-    """Of each how often it occurred; zero where the environment names it and it did not."""
+    """Count each outcome; zero where the environment names it and it did not occur."""
     named: dict[str, int] = {}
     for episode in episodes:
         listed = episode.info.get("outcomes")
@@ -164,7 +166,7 @@ def wilson_interval(count: float, total: int) -> tuple[float, float]:
 
 
 def outcome_counts(tally: RolloutStats) -> dict[str, int]:
-    """How often each outcome of the environment occurred; those of games in their usual order."""
+    """Count each outcome of the environment; those of games in their usual order."""
     counts = tally.outcomes
     first = [name for name in GAME_OUTCOMES if name in counts]
     return {name: counts[name] for name in [*first, *sorted(counts.keys() - set(first))]}
@@ -239,7 +241,8 @@ def _load_metrics(tally: RolloutStats) -> dict[str, float]:
 
 
 def selector_statistics(tally: RolloutStats) -> dict[str, float]:
-    """What the selector wants to know beside `rollout_metrics`: live tokens, waits in seconds.
+    """Return the statistics that the selector needs beside `rollout_metrics`: live tokens, waits in
+    seconds.
 
     Running requests and live tokens are those of one engine: the mean over all, and the most.
     """

@@ -24,7 +24,7 @@ from earl_core.environments.base import Message
 from earl_core.experience.scoring import Scorer
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, most_running
 from earl_core.rollout.engines.engine import Engine, GenerationRequest
 from earl_core.rollout.environment_pools import EnvironmentPools
@@ -36,7 +36,7 @@ from earl_core.rollout.mixture import Draw
 from earl_core.rollout.pass_rates import count_passes
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.rollout_stats import RolloutStats
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.memory import (
@@ -314,7 +314,8 @@ class RolloutWorker(RunWorker):
     async def measure(
         self, context: int, requests: int, generated: int, seconds: float
     ) -> dict[str, float]:
-        """How fast the engine decodes synthetic sequences; see `measure.measure_decoding`."""
+        """Measure the decoding of synthetic sequences, as `measure_decoding.measure_decoding`
+        does."""
         engine, load = self._ready()[0], SyntheticLoad(context, requests, generated, seconds)
         try:
             return await measure_decoding(engine, self._config, load, self._context.cancelled)

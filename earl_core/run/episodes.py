@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
-from earl_core.run.host_stores import HostStores
+from earl_core.run.remote_stores import HostStores
 from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 from earl_core.system.files import open_file, writing_atomic
@@ -38,7 +38,7 @@ _REWARDS = [pa.field("reward", pa.float32()), pa.field("scores", pa.large_string
 SCHEMA = pa.schema(
     [*ROLLOUT_SCHEMA.set(ROLLOUT_SCHEMA.get_field_index("texts"), _TEXTS), *_REWARDS]
 )
-"""Of the files."""
+"""Columns of the files of kept episodes."""
 
 _SOURCE = b"earl.source"
 _SHOWN = ["episode_id", "prompt_id", "environment", "finish_reason", "outcome", "reward"]
@@ -155,7 +155,8 @@ def _readable(episodes: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _counted(sample: dict[str, Any]) -> Iterator[dict[str, float]]:
-    """Of each turn of a sample what its tokens say."""
+    """Count, for each turn of a sample, its tokens and those of its context, and take the mean
+    log-prob."""
     mask, logprobs = sample["loss_mask"], sample["rollout_logprobs"]
     for start, stop in itertools.pairwise([*sample["turn_starts"], len(mask)]):
         tokens = sum(mask[start:stop])
@@ -165,7 +166,8 @@ def _counted(sample: dict[str, Any]) -> Iterator[dict[str, float]]:
 
 
 def _source_of(path: Path) -> bytes | None:
-    """What an existing file was made of; None where there is none to use."""
+    """Return the digests of the manifests that an existing file was made of; None where there is no
+    file to use."""
     try:
         with open_file(path) as stream:
             return (pq.read_schema(stream).metadata or {}).get(_SOURCE)
@@ -192,7 +194,7 @@ logger = logging.getLogger(__name__)
 class EpisodeKeeper:
     """Writes one iteration's episodes at a time, as `tracking.keep_episodes` asks.
 
-    What goes wrong costs a warning and a line of the ledger, never the run.
+    A failure costs a warning and a line of the ledger, never the run.
     """
 
     def __init__(self, run: RunDirectory) -> None:

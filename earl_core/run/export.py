@@ -88,7 +88,8 @@ def export_policy(policy: Path, marker: Path | None, target: Path, card: str) ->
 
 
 def _generation(directory: Path) -> bytes:
-    """What `generate` needs, of a model whose directory has no generation configuration."""
+    """Make a generation configuration, with the settings that `generate` needs, for a model whose
+    directory has none."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     ids = {name: config[name] for name in _IDS if config.get(name) is not None}
     return json.dumps({"_from_model_config": True, **ids}, indent=2).encode()

@@ -29,7 +29,7 @@ class RunLock(FileLock):
 
 
 def is_locked(run_directory: Path) -> bool:
-    """Whether a live process holds the run's lock. Takes nothing."""
+    """Tell whether a live process holds the run's lock. Takes nothing."""
     return is_held(run_directory / "lock")
 
 

@@ -18,7 +18,7 @@ Line = Mapping[str, Any]
 _KNOWN_BASES = {
     "earl_core.models.smollm2:build": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
 }
-"""Of the models that builders of ours make: name and license."""
+"""Name and license of the models that builders of ours make."""
 
 _MADE_ANEW = "earl_core.models.tiny:build"
 """Makes a model that was trained from no other one."""
@@ -55,7 +55,7 @@ def _base(config: RunConfig) -> tuple[str, str]:
 
 
 def _license_in(model: Path) -> str:
-    """What the model's own card says."""
+    """Read the license that the model's own card names; empty without one."""
     try:
         what = str(model / "README.md")
         text = read_text(Path(what), what)

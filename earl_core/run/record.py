@@ -59,7 +59,7 @@ def checked_uid(record: Mapping[str, Any], run_directory: Path) -> str:
 
 
 def place_of(run_directory: Path) -> dict[str, Any]:
-    """Where a run lies, as run.json notes it."""
+    """Describe the place of a run, as run.json notes it."""
     status = run_directory.stat()
     path = str(run_directory.resolve())
     return {"path": path, "device": status.st_dev, "inode": status.st_ino}
@@ -109,7 +109,7 @@ _PLACE = ("name", "runs_directory")
 
 
 class RunDamaged(EarlError):
-    """What lies in a run directory is not what EARL wrote there."""
+    """A run directory holds something else than what EARL wrote there."""
 
 
 class OtherFormat(RunDamaged):
@@ -159,7 +159,8 @@ def config_of_run(run_directory: str | Path, overrides: Sequence[str] = ()) -> R
 
 
 def stored_config(run_directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """As `config_of_run`, under the name and the place where the run lies now.
+    """Read the configuration as `config_of_run` does, under the name and the place where the run
+    lies now.
 
     Raises `ConfigError` where no run lies.
     """
@@ -174,7 +175,8 @@ def stored_config(run_directory: Path, overrides: Sequence[str] = ()) -> RunConf
 
 
 def is_finished(run_directory: Path) -> bool:
-    """Whether the run says of itself that it is over; not where its record cannot be read."""
+    """Tell whether the run says of itself that it is over; false where its record cannot be
+    read."""
     try:
         return read_record(run_directory).get("finished") is True
     except (FileNotFoundError, RunDamaged):
@@ -189,7 +191,8 @@ def write_record(run_directory: Path, record: Mapping[str, Any]) -> None:
 
 
 def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """What differs from the settings that the run last worked with, each as `name: old → new`."""
+    """List the settings that differ from those the run last worked with, each as `name: old →
+    new`."""
     before = dict(flat(record.get("settings", {})))
     now = dict(flat(settings_of(config)))
     return [
@@ -276,7 +279,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Whole lines, and the numbers (from 1) of damaged ones.
 
-    What no newline ends may be in the middle of being written: it is neither.
+    A last line without a newline may be in the middle of being written: it is neither.
     """
     try:
         *texts, rest = read_file(path).split(b"\n")

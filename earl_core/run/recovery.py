@@ -1,6 +1,6 @@
 """Going back to an earlier checkpoint of a run: because a later one is damaged, or by choice.
 
-What comes after it is set aside, never removed: `set_aside/<number>/` in the run directory then
+Everything after it is set aside, never removed: `set_aside/<number>/` in the run directory then
 holds the later checkpoints, the later iterations' sealed stages, and `metrics.jsonl` as it was.
 """
 
@@ -21,7 +21,7 @@ from earl_core.system.files import make_directory, sync, write_atomic
 from earl_core.tensors.errors import CheckpointError
 
 INITIAL = -1
-"""In place of an iteration: before the first one."""
+"""Number in place of an iteration's: before the first one."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What the ranks of all of a run's worker groups have in common.
+"""The part that the ranks of all of a run's worker groups have in common.
 
 By `PlanReads`, the one factory, they read each other's shards: here or from other hosts.
 """
@@ -19,12 +19,12 @@ from earl_core.dispatch.reads.batch import Batch
 from earl_core.dispatch.reads.plan import DispatchPlan
 from earl_core.dispatch.shards.manifest import Manifest, await_manifest, sealed_path
 from earl_core.dispatch.shards.store import ShardStore
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.system.errors import Cancelled
 from earl_core.system.processes import host_name
 
 _SEEN_SECONDS = 60.0
-"""For how long NFS may take a directory for unchanged (`acdirmax`)."""
+"""Seconds for which NFS may take a directory for unchanged (`acdirmax`)."""
 
 _CANCEL_SECONDS = 0.25
 
@@ -86,7 +86,7 @@ class RunWorker:
                 await asyncio.wait({task})
 
     def _reads(self) -> PlanReads:
-        """For the shards of this run, on whatever host they lie."""
+        """Make the reads of the shards of this run, on whatever host they lie."""
         store = run_store(self._run_directory, self._config)
         return PlanReads(store, self._config.dispatch.verify == "always", self._peers)
 
@@ -96,7 +96,8 @@ if TYPE_CHECKING:
 
 
 READ_RULES: dict[str, Rule] = {"read_seconds": "max", "imbalance": "max", "remote_bytes": "sum"}
-"""How `PlanReads.spent` of several ranks becomes one: a stage waits for its slowest rank."""
+"""Rules that make one `PlanReads.spent` of those of several ranks: a stage waits for its slowest
+rank."""
 
 
 class Peers(NamedTuple):

@@ -1,4 +1,4 @@
-"""What in a configuration looks like a secret: by its name, or by itself.
+"""Detection of secrets in a configuration: by their name, or by their form.
 
 Found are values under a telling name, keys with well-known beginnings, PEM blocks, JSON web tokens,
 URLs with a password or a signature, assignments inside of a text, and random text under a name that
@@ -24,7 +24,7 @@ _SUSPICIOUS = frozenset(
 
 
 def is_suspicious_name(name: str) -> bool:
-    """Whether something random under this name is a secret."""
+    """Tell whether something random under this name is a secret."""
     return not _SUSPICIOUS.isdisjoint(words_of(name))
 
 
@@ -74,7 +74,7 @@ def _reason(value: str, name: str, inside: bool) -> str | None:
 
 
 def describe(text: str) -> str | None:
-    """What in a text is a secret, whatever its name; None for nothing."""
+    """Describe the secret in a text, whatever its name; None where there is none."""
     for span in secrets_in(text):
         return span.reason
     for variable, secret in environment_secrets().items():

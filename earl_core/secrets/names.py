@@ -45,7 +45,7 @@ _MODEL_TOKENS = _set(
     one a the prompt answer response padding control separator newline space
     """
 )
-"""What stands before `token` where a model's vocabulary is meant."""
+"""Words before `token` that mean a token of a model's vocabulary."""
 
 
 _SIGNED = _set(
@@ -64,7 +64,7 @@ def words_of(name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether what stands under this name is a secret, whatever it looks like."""
+    """Tell whether any value under this name is a secret."""
     words = words_of(name)
     if not words:
         return False
@@ -82,10 +82,10 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_parameter(name: str) -> bool:
-    """Whether a URL's parameter of this name lets whoever has the URL in."""
+    """Tell whether a URL's parameter of this name lets whoever has the URL in."""
     return is_secret_name(name) or name.lower() in _SIGNED
 
 
 def is_password_name(name: str) -> bool:
-    """Whether even a number under this name is a secret; a `secret: 7` may be a game's."""
+    """Tell whether even a number under this name is a secret; a `secret: 7` may be a game's."""
     return bool(words_of(name)) and words_of(name)[-1] in ("password", "passwd", "pwd", "passcode")

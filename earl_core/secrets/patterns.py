@@ -1,4 +1,4 @@
-"""What in a text is a secret by its form: keys of providers, webhooks, headers, URLs, assignments.
+"""Forms of secrets in a text: keys of providers, webhooks, headers, URLs, assignments.
 
 The forms are those that the providers publish. Maintained sets were measured and left: one that
 every machine can install knows fewer of them, or alarms at each digest (`docs/security.md`).
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 def is_reference(text: str) -> bool:
-    """Whether a text stands for a secret that is kept elsewhere (`file://` begins a URL)."""
+    """Tell whether a text stands for a secret that is kept elsewhere (`file://` begins a URL)."""
     return _REFERENCE.fullmatch(text) is not None
 
 
@@ -135,7 +135,7 @@ _HEADERS = (
     (_HEADER, ("authorization", "x-api-key", "bearer", "basic")),
     (_COOKIE, ("cookie",)),
 )
-"""With the words without one of which there is none."""
+"""Patterns of headers, each with the words without one of which there is none."""
 _NAMED = re.compile(
     r"(?:^|(?<=[\s\"',;{(\[\\]))-{0,2}([A-Za-z_][\w.-]*)\\?[\"']?( ?[:=] *)"
     r"(?:\\?\"([^\"\\\n]{3,})|\\?'([^'\\\n]{3,})|([^\s\"',;]{3,}))",
@@ -165,7 +165,7 @@ _KEY = "it looks like a key"
 
 
 def is_placeholder(text: str) -> bool:
-    """Whether it stands where a secret would, as `<key>` and `${KEY}` do."""
+    """Tell whether it stands where a secret would, as `<key>` and `${KEY}` do."""
     return _PLACEHOLDER.fullmatch(text) is not None
 
 
@@ -176,7 +176,7 @@ def password_of(url: str) -> str | None:
 
 
 def looks_random(text: str) -> bool:
-    """Whether nobody would have chosen such a word."""
+    """Tell whether nobody would have chosen such a word."""
     if not _RANDOM.fullmatch(text):
         return False
     shares = [count / len(text) for count in Counter(text).values()]
@@ -246,7 +246,7 @@ def _named(line: str, lower: str) -> Iterator[Span]:
 
 
 def _is_given(match: re.Match[str], line: str) -> bool:
-    """Whether what stands after a name is its value, and not the next word of a sentence."""
+    """Tell whether the text after a name is its value, and not the next word of a sentence."""
     name, between = match[1], match[2].strip()
     value, quoted = match[match.lastindex or 0], match.re is _NAMED and match[5] is None
     if is_placeholder(value) or is_reference(value):

@@ -1,8 +1,8 @@
 """The one redactor: it hides secrets in what is stored, shown, printed or logged.
 
 It knows values: those that this process resolved from references, and the secrets in its
-environment. What looks like a secret by itself is hidden too, so that one that came another way
-than ours (in a library's error, from an environment) stays out.
+environment. A text that looks like a secret by itself is hidden too, so that one that came another
+way than ours (in a library's error, from an environment) stays out.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _LARGEST = 1 << 16
 def resolve(value: Any) -> Any:
     """A copy of plain data with every reference replaced by what it leads to.
 
-    What is found is hidden from then on wherever this process shows or stores something. Raises
+    The values found are hidden from then on wherever this process shows or stores something. Raises
     `ConfigError`.
     """
     if isinstance(value, dict):

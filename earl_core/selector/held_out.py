@@ -45,7 +45,7 @@ def profile_peaks(given: SelectionInput, table: ProfileTable) -> list[Peak]:
 
 
 def held_out_errors(given: SelectionInput, table: ProfileTable) -> list[HeldOutError]:
-    """By stage, for stages with at least three peaks."""
+    """Return the errors by stage, for stages with at least three peaks."""
     peaks = profile_peaks(given, table)
     own = {stage: [peak for peak in peaks if peak.stage == stage] for stage in SELECTABLE}
     return [_errors(stage, mine) for stage, mine in own.items() if len(mine) >= 3]

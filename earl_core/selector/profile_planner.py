@@ -1,4 +1,5 @@
-"""Which point of the profile to measure next: the one most likely to change a choice for its time.
+"""Choice of the next point of the profile to measure: the one most likely to change a choice for
+its time.
 
 A survey is a pure function of what is known so far, so that one that was cut off goes on where it
 ended. A point is worth measuring where its candidate might be the best one and little is known of
@@ -36,10 +37,10 @@ MICROBATCHES = 3
 """Full microbatches that stand for a whole update: all others take as long."""
 
 WINDOW_SECONDS = 1.0
-"""What is timed is repeated for at least so long."""
+"""Least seconds for which a timed piece of work is repeated."""
 
 START_SECONDS = 20.0
-"""What starting workers takes until it was measured."""
+"""Seconds that starting workers takes until it was measured."""
 
 _OVERHEAD_SECONDS = 0.3
 _UNKNOWN_TURN = 512
@@ -53,7 +54,7 @@ _GUESS_WEIGHT = 2.0
 """So many measured candidates say as much about that spread."""
 
 _NOISE_SPREAD = 0.04
-"""What is left of it at a measured place."""
+"""The part of the spread that is left at a measured place."""
 
 _ABSOLUTE = 0.02
 """Worth of knowing a place at all, next to what may be gained by a choice: seconds of stages are
@@ -69,8 +70,8 @@ PlaceKey = tuple[str, int, int]
 
 
 class Grid(Settings):
-    """Where to measure. contexts: tokens of a sequence. episodes: of an iteration, up to the
-    run's own number. Both ascend by powers of two."""
+    """Places to measure. contexts: tokens of a sequence. episodes: of an iteration, up to the run's
+    own number. Both ascend by powers of two."""
 
     contexts: tuple[int, ...] = Field(min_length=1)
     episodes: tuple[int, ...] = Field(min_length=1)
@@ -109,7 +110,8 @@ def grid_of(given: SelectionInput, longest: int | None = None) -> Grid:
 
 
 def workers_of(candidate: StageDeployment) -> StageDeployment:
-    """What of a candidate needs other workers; the rest of it changes while they live.
+    """Return the part of a candidate that needs other workers; the rest of it changes while they
+    live.
 
     An engine has no place for other threads, ranks or replicas; ranks of an update take another
     token budget, checkpointing, chunks and offload as they are.
@@ -236,9 +238,8 @@ class _Survey:
         return list(kept.values())
 
     def _in_effect(self, candidate: StageDeployment, context: int) -> StageDeployment:
-        """What is left of a candidate when settings that change nothing at this context are
-        cleared: limits on running sequences are loads here, and budgets beyond all samples are
-        alike."""
+        """Clear the settings of a candidate that change nothing at this context: limits on running
+        sequences are loads here, and budgets beyond all samples are alike."""
         if candidate.stage == "rollout":
             replicas = candidate.replicas if self._predictor.memory.shared else 1
             return candidate._replace(max_running_requests=0, replicas=replicas)
@@ -285,7 +286,8 @@ class _Survey:
         return _Option(candidate, requests, math.log(max(rate, 1e-9)), spread, known)
 
     def _spreads(self, candidates: dict[str, StageDeployment]) -> dict[str, float]:
-        """How far log(measured / guessed) of a candidate may be from that of its stage's others."""
+        """Estimate the distance of a candidate's log(measured / guessed) from that of its stage's
+        others."""
         found: dict[str, list[float]] = {stage: [] for stage in SELECTABLE}
         for key, points in self._table.by_key().items():
             candidate = candidates.get(key)
@@ -303,7 +305,7 @@ class _Survey:
         return spreads
 
     def _seconds(self, point: Point) -> float:
-        """What measuring will take once the workers run."""
+        """Predict the seconds of a measurement once the workers run."""
         candidate, context = point.candidate, point.context
         rate = max(self._predictor.rate(candidate, context, point.requests)[0], 1e-9)
         if candidate.stage == "rollout":
@@ -325,11 +327,12 @@ def generated_tokens(context: int) -> int:
 
 
 def _values(options: list[_Option]) -> list[float]:
-    """What knowing each option may save, as a share of the stage's time.
+    """Return the gain that knowing each option may bring, as a share of the stage's time.
 
-    Of an option that looks worse: how much it would be better by on average, if it should be the
-    better one (expected improvement; Jones, Schonlau and Welch 1998, equation 15). Of the best:
-    the most that any other may be better by. Each times the part of the doubt that lies in it.
+    The gain of an option that looks worse is how much it would be better by on average, if it
+    should be the better one (expected improvement; Jones, Schonlau and Welch 1998, equation 15).
+    The gain of the best is the most that any other may be better by. Each times the part of the
+    doubt that lies in it.
     """
     best = max(options, key=lambda option: (option.log_rate, option.candidate))
     rivals = [(o, *_improvement(best, o)) for o in options if o is not best]

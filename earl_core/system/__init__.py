@@ -1,1 +1,2 @@
-"""What the operating system knows: processes, memory, hosts, files, locks, seeds, fault points."""
+"""Knowledge of the operating system: processes, memory, hosts, files, locks, seeds, fault
+points."""

@@ -24,7 +24,7 @@ class OwnGroup(NamedTuple):
 
 
 def own_groups(root: Path, controller: str) -> list[OwnGroup]:
-    """This process's group in each hierarchy of a controller, such as `memory`."""
+    """Return this process's group in each hierarchy of a controller, such as `memory`."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
@@ -57,8 +57,8 @@ def own_groups(root: Path, controller: str) -> list[OwnGroup]:
 
 
 def processor_limit(root: Path = Path("/")) -> float | None:
-    """How many cores' time this process and those that share its limits may use, the least of all
-    groups around it; None: no group has a limit."""
+    """Count the cores whose time this process and those that share its limits may use, the least of
+    all groups around it; None: no group has a limit."""
     limits = [
         limit
         for group in own_groups(root, "cpu")

@@ -59,7 +59,7 @@ def registered(name: str) -> type[BaseException]:
 
 
 class ConfigError(EarlError, ValueError):
-    """What was asked for cannot work: a setting, an argument, a model, an environment, a secret."""
+    """A request that cannot work: a setting, an argument, a model, an environment, a secret."""
 
     exit_code = 2
 
@@ -77,4 +77,5 @@ class InUse(EarlError):
 
 
 class NotOurs(EarlError, OSError):
-    """What lies in a place of ours was not put there by us, or others can reach into it."""
+    """Something lies in a place of ours that was not put there by us, or others can reach into
+    it."""

@@ -36,7 +36,7 @@ def point(name: str, iteration: int) -> None:
 
 
 def _first(place: str) -> bool:
-    """Whether the fault may happen (again)."""
+    """Tell whether the fault may happen (again)."""
     directory = os.environ.get("EARL_FAULT_ONCE")
     if not directory:
         return True

@@ -44,8 +44,8 @@ _NETWORK = frozenset(
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write `data` so that `path` never holds half of it; on disk when this returns.
 
-    mode: who may read the file; by default its owner alone, for it may hold what others must not
-    see.
+    mode: who may read the file; by default its owner alone, because it may hold what others must
+    not see.
     """
     with writing_atomic(path, mode) as descriptor:
         write_all(descriptor, data)
@@ -170,7 +170,7 @@ def remove(path: Path) -> None:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a regular file lies there, itself and not through a link."""
+    """Tell whether a regular file lies there, itself and not through a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -256,9 +256,10 @@ def _change(descriptor: int, kind: int, start: int, length: int) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody has `path` locked. Takes nothing.
+    """Tell whether somebody has `path` locked. Takes nothing.
 
-    What cannot be looked at counts as held: who asks wants to know whether it may be removed.
+    A file that cannot be looked at counts as held, because callers want to know whether it may be
+    removed.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -307,7 +308,7 @@ class FileLock:
         return -1
 
     def read(self) -> str:
-        """What the holder wrote."""
+        """Read the text that the holder wrote."""
         return os.pread(self._descriptor, 64, 0).decode(errors="replace").strip()
 
     def write(self, text: str) -> None:

@@ -10,7 +10,8 @@ Level = Literal["good", "note", "warning", "blocks"]
 
 
 class Finding(NamedTuple):
-    """What was found and what to do about it. advice: empty when there is nothing to do."""
+    """A result of a check, and the advice that follows from it. advice: empty when there is nothing
+    to do."""
 
     level: Level
     text: str

@@ -19,7 +19,8 @@ from earl_core.system.errors import EarlError
 
 
 class WireError(EarlError, ValueError):
-    """What cannot cross between two processes: too large, not JSON, or not of their protocol."""
+    """A message that cannot cross between two processes: too large, not JSON, or not of their
+    protocol."""
 
     expected = False
 

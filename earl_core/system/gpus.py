@@ -1,10 +1,10 @@
-"""What the NVIDIA driver says of this machine's GPUs; without torch.
+"""The NVIDIA driver's answers about this machine's GPUs; without torch.
 
 Every driver brings a library that answers, NVML, and the package `nvidia-ml-py` (module `pynvml`)
 binds it. A machine without a driver has no GPU; a driver that is there and does not answer is an
-error, because workers would compute on GPUs that nobody planned for. What answers mean is taken
-from NVIDIA's "NVML API Reference" and "Multi-Instance GPU User Guide", and from the section on
-environment variables in the "CUDA C++ Programming Guide".
+error, because workers would compute on GPUs that nobody planned for. The meanings of answers are
+taken from NVIDIA's "NVML API Reference" and "Multi-Instance GPU User Guide", and from the section
+on environment variables in the "CUDA C++ Programming Guide".
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Gpu(NamedTuple):
 
 
 class Links(NamedTuple):
-    """How the GPUs of a process reach each other.
+    """The links by which the GPUs of a process reach each other.
 
     nvlink_gpus: GPUs of each group of neighbours, by their numbers, that NVLink joins all with all;
     1: none are joined. nvlink_bandwidth: bytes/s of one GPU into its group, one way; 0 where the
-    driver does not say. pcie_peers: whether all others are reached over PCIe without a copy in the
-    host's memory.
+    driver does not say. pcie_peers: true when all others are reached over PCIe without a copy in
+    the host's memory.
     """
 
     nvlink_gpus: int = 1
@@ -97,7 +97,8 @@ def driver_version() -> DriverVersion | None:
 
 
 def gpu_loads() -> list[GpuLoad]:
-    """How loaded all GPUs of this machine are now. Raises `ConfigError` as `visible_gpus`."""
+    """Measure the present load of all GPUs of this machine. Raises `ConfigError` as
+    `visible_gpus`."""
     with _driver() as nvml:
         handles = [] if nvml is None else _handles(nvml)
         return [_load(nvml, index, handle) for index, handle in enumerate(handles)]
@@ -170,7 +171,7 @@ def _told(nvml: Any, ask: Callable[..., Any], *given: Any, otherwise: Any = None
 
 
 def _handles(nvml: Any) -> list[Any]:
-    """Those that this process may use: NVML counts the others too, CUDA does not."""
+    """List the GPUs that this process may use: NVML counts the others too, CUDA does not."""
     found = []
     for index in range(nvml.nvmlDeviceGetCount()):
         with suppress(nvml.NVMLError_NoPermission):
@@ -219,7 +220,7 @@ def _check_order(names: set[str]) -> None:
 
 
 def _is_named(nvml: Any, handle: Any, entry: str) -> bool:
-    """By the beginning of its UUID."""
+    """Tell whether the entry names the GPU, by the beginning of its UUID."""
     return bool(entry) and nvml.nvmlDeviceGetUUID(handle).startswith(entry)
 
 

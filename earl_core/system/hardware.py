@@ -1,4 +1,5 @@
-"""What this host has: cores, memory, and the NVIDIA GPUs that its driver knows; without torch."""
+"""Hardware of this host: cores, memory, and the NVIDIA GPUs that its driver knows; without
+torch."""
 
 from __future__ import annotations
 
@@ -56,10 +57,10 @@ class HostResources:
 
 
 def read_resources() -> HostResources:
-    """What this process may use.
+    """Read the resources that this process may use.
 
     The memory is the least of the machine's and of the limits of all control groups around this
-    process. Of the cores that it may run on, no more count than these groups give it time of: more
+    process. No more of the cores that it may run on count than these groups give it time of: more
     threads than that wait for each other. GPUs that CUDA_VISIBLE_DEVICES hides do not count. Raises
     `ConfigError` where the machine has GPUs and their driver cannot be asked.
     """

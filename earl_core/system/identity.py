@@ -1,4 +1,4 @@
-"""How a server of ours shows on each connection that it is the one that was started: by TLS.
+"""Proof by TLS, on each connection, that a server of ours is the one that was started.
 
 A port says nothing: once its server is dead, any user of the machine may listen there. So each
 start of a server makes a key that never leaves its process, and a certificate for it in a file that
@@ -23,7 +23,7 @@ _ADDRESS = "127.0.0.1"
 
 
 def new_identity(certificate: Path) -> ssl.SSLContext:
-    """What a server on loopback speaks TLS with; its certificate is written for its clients.
+    """Make the TLS context of a server on loopback, and write its certificate for its clients.
 
     certificate: a file in a folder of this user's, replaced.
     """
@@ -68,7 +68,7 @@ def new_identity(certificate: Path) -> ssl.SSLContext:
 
 
 def trusting(certificate: str | Path) -> ssl.SSLContext:
-    """What a client connects with that trusts the server of this certificate alone.
+    """Make the TLS context of a client that trusts the server of this certificate alone.
 
     Raises `OSError` (`ssl.SSLError` for what is no certificate).
     """

@@ -70,12 +70,12 @@ def looking() -> Iterator[None]:
 
 
 def only_looks() -> bool:
-    """Whether this process imports nothing that a run file names."""
+    """Tell whether this process imports nothing that a run file names."""
     return _looking
 
 
 def is_foreign(path: str) -> bool:
-    """Whether it is an import path that leads out of EARL's core."""
+    """Tell whether it is an import path that leads out of EARL's core."""
     return _IMPORT_PATH.fullmatch(path) is not None and path.partition(".")[0] != "earl_core"
 
 
@@ -104,7 +104,8 @@ def refuse_library(found: Any, path: str, what: str) -> None:
 
 
 def import_object(path: str, what: str) -> Any:
-    """What `package.module:name` names. Raises `ConfigError`, which calls it `what`."""
+    """Import the object that `package.module:name` names. Raises `ConfigError`, which calls it
+    `what`."""
     module, _, name = path.partition(":")
     if not (module and name):
         raise ConfigError(f"{what} is {path!r}", remedy="write an import path, package.module:name")
@@ -140,7 +141,7 @@ def import_package(module: str, package: str) -> Any:
 
 
 def load_object(path: str) -> Any:
-    """What `package.module:name` names. Raises whatever importing it raises."""
+    """Import the object that `package.module:name` names. Raises whatever importing it raises."""
     module, _, name = path.partition(":")
     if not (module and name):
         raise ImportError(f"{path!r} is no import path: write package.module:Class")

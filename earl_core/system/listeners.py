@@ -1,4 +1,4 @@
-"""Whose sockets listen at a port of this machine, as Linux shows them in /proc."""
+"""Owners of the sockets that listen at a port of this machine, as Linux shows them in /proc."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def strangers_at(port: int) -> list[str]:
 
 
 def is_mine(url: str) -> bool:
-    """Whether every socket that listens at this loopback address belongs to this user.
+    """Tell whether every socket that listens at this loopback address belongs to this user.
 
     False, too, where that cannot be told: nothing listens, another host, no /proc.
     """

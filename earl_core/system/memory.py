@@ -69,7 +69,7 @@ def out_of_memory_counters() -> dict[str, int]:
 
 
 def out_of_memory_kills_since(before: dict[str, int]) -> int:
-    """How many processes were killed for memory since `before` was read.
+    """Count the processes that were killed for memory since `before` was read.
 
     Others than ours may be among them, so this is a hint, not a proof.
     """
@@ -177,7 +177,7 @@ def guarded(stage: str, doing: str, advice: str = "", **details: Any) -> Iterato
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator refused.
+    """Tell whether the error is an allocator's refusal.
 
     Python raises a MemoryError, the system an OSError, and torch RuntimeErrors that only
     their texts tell apart.
@@ -190,7 +190,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def refused(text: str) -> bool:
-    """Whether a message is one of an allocator that refused."""
+    """Tell whether a message is one of an allocator that refused."""
     return bool(_REFUSALS.search(text))
 
 

@@ -8,7 +8,7 @@ from earl_core.system.errors import ConfigError, NotOurs
 from earl_core.system.files import open_file
 
 MOST_BYTES = 64 << 20
-"""Of a text that is read whole."""
+"""Largest size of a text that is read whole."""
 
 _MARKS = {
     b"\xef\xbb\xbf": "utf-8",

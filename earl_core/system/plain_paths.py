@@ -1,9 +1,9 @@
 """Names without spaces for paths that other programs cannot take.
 
 The loader splits LD_PRELOAD at spaces and colons, torch's compiler does not quote the paths of its
-libraries and of what it builds, and a UNIX socket's path has at most 107 bytes. What lies elsewhere
-is reached through a link of a directory that is this user's alone. It lies in shared memory, which
-nobody tidies up while a run goes on; one path has one link, which stays.
+libraries and of what it builds, and a UNIX socket's path has at most 107 bytes. A file with another
+path is reached through a link of a directory that is this user's alone. It lies in shared memory,
+which nobody tidies up while a run goes on; one path has one link, which stays.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PLAIN = re.compile(r"[\w./+@,=-]+", re.ASCII)
 
 
 def is_plain(path: Path) -> bool:
-    """Whether every program takes the path as it is, however long."""
+    """Tell whether every program takes the path as it is, however long."""
     return _PLAIN.fullmatch(str(path)) is not None
 
 
 def is_short(path: Path) -> bool:
-    """Whether the path of a socket fits into the directory."""
+    """Tell whether the path of a socket fits into the directory."""
     return len(os.fsencode(path)) <= LONGEST
 
 

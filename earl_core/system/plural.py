@@ -4,5 +4,6 @@ from __future__ import annotations
 
 
 def plural(count: int, noun: str) -> str:
-    """Such as `1 iteration` or `1,024 episodes`, for nouns that take an s."""
+    """Write a number with its noun, such as `1 iteration` or `1,024 episodes`, for nouns that take
+    an s."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

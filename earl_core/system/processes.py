@@ -35,7 +35,8 @@ def host_name() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when it is gone or a zombie."""
+    """Return the time at which the process started, in clock ticks since boot; None when it is gone
+    or a zombie."""
     process = inspect(pid)
     return process.start_ticks if process else None
 
@@ -50,12 +51,12 @@ class ProcessId:
 
     @classmethod
     def current(cls) -> ProcessId:
-        """This process."""
+        """Return the id of this process."""
         return cls(boot_id(), os.getpid(), start_time(os.getpid()) or 0)
 
     @classmethod
     def parse(cls, text: str) -> ProcessId | None:
-        """From `str(process_id)`; None when it is not one."""
+        """Read the id from `str(process_id)`; None when it is not one."""
         parts = text.split("_")
         if len(parts) != 3 or not (parts[1].isdigit() and parts[2].isdigit()):
             return None
@@ -65,7 +66,7 @@ class ProcessId:
         return f"{self.boot}_{self.pid}_{self.started}"
 
     def alive(self) -> bool:
-        """Whether that very process still runs on this boot."""
+        """Tell whether that very process still runs on this boot."""
         return self.boot == boot_id() and start_time(self.pid) == self.started
 
 
@@ -73,7 +74,8 @@ MARK = "EARL_WORKER_MARK"
 """Environment variable that marks a rank and, by inheritance, all that it starts."""
 
 ENDING_GRACE_SECONDS = 8.0
-"""From the first SIGTERM to SIGKILL; an engine needs up to 6 s to clear its shared memory."""
+"""Seconds from the first SIGTERM to SIGKILL; an engine needs up to 6 s to clear its shared
+memory."""
 
 _KILL_SECONDS = 5.0
 _PR_SET_CHILD_SUBREAPER = 36

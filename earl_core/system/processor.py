@@ -1,4 +1,4 @@
-"""What the processor of this machine says of itself; without torch."""
+"""The processor of this machine, as the kernel describes it; without torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 def processor_name(root: Path = Path("/")) -> str:
-    """Of the first core; where the kernel does not say, the kind of its instructions."""
+    """Return the name of the first core; where the kernel does not say, the kind of its
+    instructions."""
     names = _values(root, "model name", "CPU part")
     return names[0] if names else platform.machine()
 
 
 def bf16_instructions(root: Path = Path("/")) -> str:
-    """Which instructions for bf16 all cores have and torch may use, such as `AVX-512 BF16`; empty
-    where there are none, or nobody says: then only a measurement tells how fast bf16 is."""
+    """Name the instructions for bf16 that all cores have and torch may use, such as `AVX-512 BF16`;
+    empty where there are none, or the kernel does not say: then only a measurement tells how fast
+    bf16 is."""
     flags = [set(line.split()) for line in _values(root, "flags", "Features")]
     if not flags or instruction_limit():
         return ""
@@ -35,12 +37,12 @@ def bf16_instructions(root: Path = Path("/")) -> str:
 
 
 def instruction_limit() -> str:
-    """What the environment says that torch must do without; empty: nothing."""
+    """Return the limits that the environment sets on torch's instructions; empty: none."""
     return " ".join(os.environ.get(name, "") for name in _LIMITS).strip()
 
 
 def _values(root: Path, *keys: str) -> list[str]:
-    """Of all cores; none where the kernel has no such file."""
+    """List the values of these keys over all cores; none where the kernel has no such file."""
     try:
         lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -47,7 +47,7 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """Whether the process that was started still runs."""
+        """True while the process that was started still runs."""
         process = ProcessId.parse(self.process)
         return process is not None and process.alive()
 
@@ -80,12 +80,12 @@ class Service:
 
 
 def services_directory(runs_directory: str | Path) -> Path:
-    """Where the state and the logs of the services of a runs directory lie."""
+    """Return the folder of the state and the logs of the services of a runs directory."""
     return Path(runs_directory).resolve() / "services"
 
 
 def read_services(runs_directory: str | Path) -> dict[str, Service]:
-    """By name; empty where no file is, or one that this user has not written."""
+    """Read the services by name; empty where no file is, or one that this user has not written."""
     try:
         with open_file(services_directory(runs_directory) / _FILE) as stream:
             if not _is_private(stream.fileno()):
@@ -162,6 +162,6 @@ def directories_with_services() -> list[Path]:
 
 
 def _is_private(descriptor: int) -> bool:
-    """Whether a file is this user's, and nobody else's to read or write."""
+    """Tell whether a file is this user's, and nobody else's to read or write."""
     about = os.fstat(descriptor)
     return about.st_uid == os.geteuid() and not about.st_mode & 0o077

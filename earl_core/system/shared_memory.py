@@ -1,4 +1,4 @@
-"""How much room the shared memory of this machine, or of its container, has."""
+"""Room in the shared memory of this machine, or of its container."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ VERSIONS = 2
 written."""
 
 SHARE = 0.75
-"""Of what the weights leave of the file system, the part that shards may take unless a number is
-given. vLLM, NCCL and torch keep files there too, and whoever writes to a page that a full file
-system cannot give is killed by SIGBUS."""
+"""Share that shards may take of the file system beside the weights, unless a number is given. vLLM,
+NCCL and torch keep files there too, and whoever writes to a page that a full file system cannot
+give is killed by SIGBUS."""
 
 _GIB = 2**30
 
 
 class Need(NamedTuple):
-    """What a run keeps in the shared memory of each host, bytes. version: one set of published
+    """Bytes that a run keeps in the shared memory of each host. version: one set of published
     weights. samples: the shards of the iterations between two checkpoints."""
 
     version: int
@@ -34,17 +34,17 @@ class Need(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Of all versions."""
+        """Bytes of all versions."""
         return VERSIONS * self.version
 
     @property
     def size(self) -> int:
-        """Of the smallest file system that is large enough."""
+        """Bytes of the smallest file system that is large enough."""
         return self.weights + round(self.samples / SHARE)
 
 
 def enlarge(size: int = 0) -> str:
-    """What to do where shared memory is smaller than this, in bytes; 8 GiB are a good size."""
+    """Advise on shared memory that is smaller than `size` bytes; 8 GiB are a good size."""
     gib = max(8, math.ceil(size / _GIB))
     return (
         f"enlarge it: `mount -o remount,size={gib}G /dev/shm`, or with Docker `--shm-size={gib}g`; "
@@ -79,7 +79,7 @@ def file_system_bytes(directory: Path) -> int | None:
 
 
 def room_in(directory: str | Path) -> Room:
-    """Of the file system that a directory lies on, or would lie on."""
+    """Return the room of the file system that a directory lies on, or would lie on."""
     place = existing(Path(directory).absolute())
     status = os.statvfs(place)
     return Room(place, status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)

@@ -1,4 +1,4 @@
-"""What a system refuses one who writes, as a sentence: which file, and what to do about it."""
+"""Errors of a system that refuses to write, as a sentence with the file and the remedy."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class NotWritten(EarlError, OSError):
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Around what writes a file: raises `NotWritten`, which is an `OSError` of the same number,
-    with its name and what to do, where the system has refused it for its own reasons."""
+    """Enclose work that writes a file: raises `NotWritten`, which is an `OSError` of the same
+    number, with its name and the remedy, where the system has refused it for its own reasons."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,7 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def remedy_of(error: BaseException) -> str:
-    """What to do about an error of the system; empty where nothing is known."""
+    """Return the remedy for an error of the system; empty where none is known."""
     return _REMEDIES.get(getattr(error, "errno", None) or 0, "")
 
 

@@ -46,12 +46,12 @@ class WebServer:
 
     @property
     def started(self) -> bool:
-        """Whether it answers."""
+        """True when the server answers."""
         return self._first.started
 
     @property
     def alive(self) -> bool:
-        """Whether it serves, or is about to."""
+        """True while the server serves, or is about to."""
         return self._thread.is_alive()
 
     def start(self) -> None:

@@ -1,7 +1,7 @@
 """Ranks that do one thing together: a failure of one is the error of all, so that none waits.
 
-What is exchanged are arrays of numbers and JSON texts in the host's memory, never pickles; no
-device waits for it.
+The ranks exchange arrays of numbers and JSON texts in the host's memory, never pickles; no device
+waits for it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank makes and names the files."""
+        """True on the rank that makes and names the files."""
         return self.rank == 0
 
     def do(self, action: Callable[[], _T]) -> _T:
@@ -78,7 +78,7 @@ class Ranks:
         self.do(action if self.first else lambda: None)
 
     def from_first(self, action: Callable[[], Any]) -> Any:
-        """What the action gives on rank 0, on all ranks; it must be JSON."""
+        """Run the action on rank 0 and return its result on all ranks; it must be JSON."""
         return self.gather_json(self.do(action if self.first else lambda: None))[0]
 
     def gather(self, table: torch.Tensor) -> list[torch.Tensor]:
@@ -96,7 +96,7 @@ class Ranks:
         lengths = [int(n) for n in self.gather(torch.tensor([len(rows)], dtype=torch.int64))]
         padded = np.zeros((max(lengths), *rows.shape[1:]), dtype=rows.dtype)
         padded[: len(rows)] = rows
-        # As bytes, for torch knows fewer dtypes.
+        # As bytes, because torch knows fewer dtypes.
         parts = self.gather(torch.from_numpy(padded.reshape(-1).view(np.uint8)))
         arrays = [part.numpy().view(rows.dtype).reshape(padded.shape) for part in parts]
         return [array[:n] for array, n in zip(arrays, lengths, strict=True)]

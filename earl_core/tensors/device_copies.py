@@ -24,8 +24,8 @@ _STRIDED_AHEAD = 2  # pieces that wait in memory of their own
 class Download:
     """Copies into host memory, under way until `finish`.
 
-    Memory that is page-locked is written by the device itself. What is no range of the target goes
-    through page-locked memory of its own, and from there by the host.
+    Memory that is page-locked is written by the device itself. A tensor that is no range of the
+    target goes through page-locked memory of its own, and from there by the host.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ def bytes_on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether the host itself reads and writes the tensor."""
+    """Tell whether the host itself reads and writes the tensor."""
     return tensor.device.type == "cpu"
 
 

@@ -1,7 +1,7 @@
-"""How fast a device is: measured once, where no data sheet is known of it.
+"""Speed of a device: measured once, where no data sheet of it is known.
 
 Each part is repeated for half a second, and its fastest round counts: a device that others use, or
-whose clock still rises, must not look slower than it is. What comes out are rates that a program
+whose clock still rises, must not look slower than it is. The results are rates that a program
 reaches, below those of a data sheet.
 """
 
@@ -22,7 +22,7 @@ from earl_core.system.memory import memory_limit
 from earl_core.system.processor import bf16_instructions
 
 PART_SECONDS = 0.5
-"""Of each of five parts, besides warming up."""
+"""Seconds of each of five parts, besides warming up."""
 
 _PASSES = 50
 """Passes through a layer in a round, queued one behind the other, as steps are."""
@@ -48,8 +48,8 @@ class DeviceSpeed:
 
 
 def measure(device: torch.device) -> DeviceFigures:
-    """The figures of a device, in a few seconds. Of a CPU: of all threads of torch, whose host's
-    memory is its own."""
+    """The figures of a device, in a few seconds. The figures of a CPU are those of all threads of
+    torch, and its host's memory is its own."""
     cuda = device.type == "cuda"
     total = torch.cuda.mem_get_info(device)[1] if cuda else memory_limit()
     in_memory = _memory_bandwidth(device)
@@ -73,8 +73,8 @@ def measure(device: torch.device) -> DeviceFigures:
 
 @cache
 def bf16_is_fast(device: torch.device) -> bool:
-    """Whether bf16 takes no longer than float32, for whoever computes without a run's controller,
-    which asks all hosts."""
+    """Tell whether bf16 takes no longer than float32, for code that computes without a run's
+    controller, which asks all hosts."""
     if device.type != "cpu":
         return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     fast = bool(bf16_instructions())
@@ -133,8 +133,8 @@ def _host_bandwidth(device: torch.device) -> float:
 
 @torch.no_grad()
 def _layer_seconds(device: torch.device, kind: torch.dtype) -> float:
-    """Of a pass of one token through a decoder layer too small to be work: what starting its
-    operations takes."""
+    """Return the seconds of a pass of one token through a decoder layer too small to be work: the
+    time that starting its operations takes."""
     weights = [
         torch.randn(shape, device=device, dtype=kind)
         for shape in (

@@ -74,7 +74,7 @@ class BoxExchange:
     ) -> None:
         """Each rank sends of its part what others want and do not hold.
 
-        What is contiguous goes straight from `old` into `new`, the rest through a buffer.
+        Contiguous parts go straight from `old` into `new`, the rest through a buffer.
         """
         rank, have, want = self._rank, held[self._rank], wanted[self._rank]
         leaving: list[tuple[int, torch.Tensor]] = []
@@ -131,7 +131,8 @@ def _aligned(size: int) -> int:
 
 
 def _piece(part: Box, source: Box, have: Box, want: Box) -> Box | None:
-    """What a rank gets of a source's part; none where it holds the same box, or wants it not."""
+    """Return the piece of a source's part that a rank gets; None where the rank holds the same box,
+    or does not want it."""
     if source == have or have == want or not part.numel:
         return None
     box = part.intersect(want)

@@ -44,7 +44,7 @@ class TensorHashes:
         self._found[name] = self._threads.submit(hashed)
 
     def __contains__(self, name: str) -> bool:
-        """Whether this one was started."""
+        """True when the hash of this tensor was started."""
         return name in self._found
 
     def results(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Safetensors files that many ranks fill, each the boxes it holds, without a full copy.
 
 Where the ranks are on several hosts, each host has a file of its own, with all tensors or with
-those dealt to it. What none of its ranks holds is sent to the first of them, each element once.
+those dealt to it. Elements that none of its ranks holds are sent to the first of them, each once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def own_shares(
     *,
     writers: Mapping[str, str] | None = None,
 ) -> Shares:
-    """Who writes what; ranks of a host that hold the same split it evenly.
+    """Divide the writing of tensors among ranks; ranks of a host that hold the same split it
+    evenly.
 
     writers: the host that writes each tensor; none: every host writes all. Collective; places and
     writers are equal on all ranks. Raises `WeightsError`, on all ranks, when the parts do not make

@@ -1,4 +1,4 @@
-"""Which box of each whole tensor a rank holds, whatever mesh cut it there.
+"""Boxes of each whole tensor that a rank holds, however the mesh cut it.
 
 Weights and optimizer state are cut by tensor parallelism (`Shard` on any dimension) and then by
 FSDP2 (`Shard`, or `_StridedShard` where both cut the same dimension; the order is then from the
@@ -44,7 +44,7 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box:
-        """What lies in both; a box without elements where they do not meet."""
+        """Return the box that lies in both; one without elements where they do not meet."""
         start = tuple(map(max, self.offset, other.offset))
         stop = tuple(map(min, self._stop, other._stop))
         return Box(start, tuple(max(0, b - a) for a, b in zip(start, stop, strict=True)))
@@ -85,7 +85,8 @@ class Slice:
 
 
 def slices_of(named: Mapping[str, torch.Tensor]) -> list[Slice]:
-    """What this rank holds of each tensor: all of a plain one, the local part of a DTensor.
+    """Return the slice that this rank holds of each tensor: all of a plain one, the local part of a
+    DTensor.
 
     Raises ValueError for a DTensor that is cut in no box, or that is a sum over ranks.
     """
@@ -120,7 +121,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor; the class is not imported for plain tensors."""
+    """Tell whether this is a DTensor; the class is not imported for plain tensors."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
@@ -163,7 +164,7 @@ def _box_of_cut(tensor: DTensor) -> Box:
 
 
 def boxes_of_all(slices: Sequence[Slice], names: Sequence[str], ranks: Ranks) -> list[list[Box]]:
-    """For each name in order, the box of each rank. Collective; a rank may lack some names.
+    """Return, for each name in order, the box of each rank. Collective; a rank may lack some names.
 
     `names` must be equal on all ranks. A lacking tensor gives a box without elements.
     """
@@ -191,7 +192,8 @@ def _box_of_row(row: list[int]) -> Box:
 
 
 def shares(boxes: Sequence[Box]) -> list[Box]:
-    """For each rank the part of its box that it speaks for; together they are all boxes, once.
+    """Return, for each rank, the part of its box that it speaks for; together they are all boxes,
+    once.
 
     boxes: of one tensor, by rank. Ranks that hold the same box split it evenly.
     """

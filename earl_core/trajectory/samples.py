@@ -1,4 +1,4 @@
-"""From played turns to samples, from samples to the rows of a shard; and the seeds of their draws.
+"""Samples made of played turns, and rows of a shard made of samples; and the seeds of their draws.
 
 Every random draw of a run is keyed by what it is for, never by what ran before it.
 """
@@ -118,7 +118,7 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """Whether the episode ended by a failure, which keeps it out of its group."""
+        """True when the episode ended by a failure, which keeps it out of its group."""
         return self.finish_reason in FAILED_REASONS
 
     @property
@@ -215,8 +215,8 @@ _TOLD = ("role", "content", "name")
 
 
 def anchor_of(messages: Sequence[Mapping[str, Any]]) -> int:
-    """What tells an observation from others, in [0, 2**63): its messages, whatever the template
-    makes of them. Calls of tools count by what they ask, not by their ids."""
+    """Return a number that tells an observation from others, in [0, 2**63): of its messages,
+    whatever the template makes of them. Calls of tools count by what they ask, not by their ids."""
     told = [
         [
             *(str(message.get(key, "")) for key in _TOLD),
@@ -247,7 +247,7 @@ def derive_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Which episode to play. `seed` keys all its draws: the environment's and each turn's.
+    """An episode to play. `seed` keys all its draws: the environment's and each turn's.
 
     environment: its label, where the run has several. prompt_id: the prompt's index there.
     """

@@ -82,7 +82,7 @@ ROLLOUT_SCHEMA = pa.schema(
         _per_turn("turn_anchors", pa.int64()),
     ]
 )
-"""What the rollout stage writes."""
+"""Columns that the rollout stage writes."""
 
 REFERENCE_SCHEMA = pa.schema(
     [_field("sample_id", pa.int64()), per_token("reference_logprobs", pa.float32())]

@@ -219,7 +219,8 @@ def _pair(
 
 
 def names_problem(found: Collection[str], expected: Collection[str]) -> str | None:
-    """How two sets of tensor names differ, as a sentence part; none when they are equal."""
+    """Describe the difference between two sets of tensor names, as a sentence part; None when they
+    are equal."""
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     parts = []
     if missing:

@@ -1,4 +1,4 @@
-"""What a set of published policy weights consists of.
+"""The content of a set of published policy weights.
 
 A `WeightsManifest` describes safetensors files by name, size, dtype and shape. Engines, learners
 and checkpoints exchange manifests only; the bytes stay where they were written.

@@ -1,9 +1,9 @@
-"""Which files of weights have been hashed on this host, so that none of their readers need to.
+"""Marks on weight files that have been hashed on this host, so that none of their readers need to.
 
 Who seals a publication has hashed its bytes. It sets the file's time of change to one that follows
 from the digest; whatever is written to the file afterwards sets it to the present, and a file that
-was put in its place has another. What is written through a mapping does not always, but nobody has
-a writable mapping of a sealed file but who wrote it.
+was put in its place has another. A write through a mapping does not always set it, but only the
+process that wrote a sealed file has a writable mapping of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def mark_hashed(path: Path, digest: str) -> None:
 
 
 def was_hashed(path: Path, digest: str) -> bool:
-    """Whether somebody has hashed the file, found this digest, and nothing was written since."""
+    """Tell whether somebody has hashed the file, found this digest, and nothing was written
+    since."""
     return os.stat(path).st_mtime_ns == _time_of(digest)
 
 

@@ -1,4 +1,4 @@
-"""Whether a model directory says one thing about its output layer.
+"""Check that a model directory says one thing about its output layer.
 
 Where the files of a model with tied embeddings have an output layer of their own with other
 values, transformers unties them and engines tie them: the trained policy would not be the one that
@@ -20,7 +20,7 @@ from earl_core.weights.load import parameters_of, tensor_files
 
 _FLAG = "tie_word_embeddings"
 _TEXT = ("text", "language", "llm", "thinker", "decoder")
-"""What the name of a nested configuration has in it that is the language model's."""
+"""Words in the name of a nested configuration that is the language model's."""
 
 
 def check_tied(directory: Path, trust_remote_code: bool = False) -> None:

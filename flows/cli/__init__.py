@@ -9,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """What `earl` does."""
+    """Run the command `earl`."""
     try:
         from earl_core.secrets import guard_output
         from flows.cli.app import app

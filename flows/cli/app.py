@@ -1,4 +1,4 @@
-"""`earl`: its commands together. What they do is imported when they run."""
+"""`earl`: its commands together. Their bodies are imported when they run."""
 
 from __future__ import annotations
 

@@ -48,11 +48,11 @@ Checkpoint = Annotated[
     ),
 ]
 Show = Literal["live", "plain", "quiet", "json"]
-"""How a command tells of its work."""
+"""Form in which a command tells of its work."""
 
 
 def show(plain: bool, quiet: bool, as_json: bool) -> Show:
-    """What these options ask for; refuses --quiet with --json."""
+    """Return the form that these options ask for; refuses --quiet with --json."""
     if quiet and as_json:
         raise ConfigError("--quiet and --json exclude each other: drop one of them")
     return "json" if as_json else "quiet" if quiet else "plain" if plain else "live"

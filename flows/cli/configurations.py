@@ -14,7 +14,8 @@ from flows.cli.tables import make_console, rows_table
 
 
 def find_configuration(what: str, runs_directory: str, overrides: list[str]) -> RunConfig:
-    """Of a recipe, a run file or a run, with overrides; a recipe goes before a run of its name.
+    """Return the configuration of a recipe, a run file or a run, with overrides; a recipe goes
+    before a run of its name.
 
     Raises `ConfigError`.
     """

@@ -18,14 +18,14 @@ from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.load import recipe_names
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import CheckpointConfig, ClusterConfig, ExperienceConfig
-from earl_core.config.stages import StagesConfig
-from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.config.stages import RolloutStage, StagesConfig, UpdateStage
+from earl_core.deployment.stage_deployment import AXES
 from earl_core.dispatch import read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path
 from earl_core.run.checkpoints import stable_checkpoints
 from earl_core.run.record import stored_config
 from earl_core.run.rehearsal import rehearse
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.system.errors import EarlError
 from flows import server
 from flows.cli.found_runs import find_run
@@ -91,7 +91,8 @@ def _find(name: str, runs_directory: str, run_only: bool) -> Path | None:
 
 
 def _iteration(run: Path, stage: str | None, iteration: int | None) -> int:
-    """By default the last one that was finished, or without a stage the one after it."""
+    """Return the iteration that is meant: by default the last one that was finished, or without a
+    stage the one after it."""
     if iteration is not None:
         return iteration
     following = max(stable_checkpoints(run), default=-1) + 1
@@ -110,10 +111,10 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
     played = [each for each in (config.environment, *config.environments) if each is not None]
     if config.rollout.engine != "torch":
         notes.append(f"the torch engine plays, because {config.rollout.engine} has own processes")
-    update = config.stages.update or StageDeployment("update")
-    engine = config.stages.rollout or StageDeployment("rollout")
-    alone = update._replace(replicas=1, shard=1, tensor_parallel=1, context_parallel=1)
-    ranks = config.experience.ranks * config.cluster.most * engine.world_size * engine.replicas
+    update = config.stages.update or UpdateStage()
+    engine = config.stages.rollout or RolloutStage()
+    alone = update.model_copy(update=dict.fromkeys(AXES, 1))
+    ranks = config.experience.ranks * config.cluster.most * engine.replicas
     if ranks > 1 or alone != update or config.stages.changes:
         notes.append("every stage has one rank")
     if any(each.python for each in played) or config.reward.python:
@@ -129,7 +130,7 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
         "environment": environment,
         "environments": tuple(each.model_copy(update=patient) for each in config.environments),
         "rollout": config.rollout.model_copy(update=rollout),
-        "stages": StagesConfig(rollout=StageDeployment("rollout"), update=alone),
+        "stages": StagesConfig(rollout=RolloutStage(), update=alone),
         "selector": SelectorConfig(),
         "cluster": ClusterConfig(),
         "experience": ExperienceConfig(),

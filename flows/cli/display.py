@@ -1,4 +1,4 @@
-"""What is shown of a flow while it runs.
+"""Displays of a flow while it runs.
 
 On a terminal the display of a run in progress is live; elsewhere it is one plain line per event, or
 a line of JSON for each iteration, or nothing.
@@ -22,7 +22,7 @@ from rich.text import Text
 
 from earl_core.system.plural import plural
 from flows.cli.arguments import Show
-from flows.cli.fitting import BarLine
+from flows.cli.responsive_tables import BarLine
 from flows.cli.tables import duration, evaluation_table, iteration_table, json_line
 from flows.progress import Event, Pace, counted, numbers_text, preparation, work_text
 from tasks.reports.lines import Line, evaluation_text, iteration_text

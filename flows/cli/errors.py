@@ -214,7 +214,7 @@ def next_commands(run: Path, settings: RunConfig) -> list[tuple[str, str]]:
 
 
 def shell_name(run: Path) -> str:
-    """How to name the run in a command: by its name where commands look for names."""
+    """Name the run for a command: by its name where commands look for names."""
     return shlex.quote(run.name if run.parent == Path("runs") else str(run))
 
 

@@ -20,7 +20,7 @@ _MARKS: dict[Level, tuple[str, str]] = {
 
 
 def summary(levels: Counter[Level], verb: str, what: str) -> str:
-    """How many findings block (`verb` `what`), and how many deserve a look."""
+    """Count the findings that block (`verb` `what`), and those that deserve a look."""
     blocks, looks = levels["blocks"], levels["warning"]
     return (
         f"{plural(blocks, 'finding')} {verb}{'s' if blocks == 1 else ''} {what}, {looks} "

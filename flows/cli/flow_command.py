@@ -1,4 +1,5 @@
-"""What every command that runs a flow does around it: Prefect's server, signals, the display."""
+"""The part that commands which run a flow have in common: Prefect's server, signals, the
+display."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.1
 _AGAIN_SECONDS = 0.5
 GRACE_SECONDS = 9.0
-"""How long work may take to end after the first signal."""
+"""Seconds that work may take to end after the first signal."""
 
 
 class Interrupted(BaseException):
@@ -39,8 +39,8 @@ def run_interruptible(
 
     Must be called in the main thread, which waits for signals; the libraries that `work` uses then
     install no handlers of their own. At the first SIGINT, SIGTERM or SIGHUP (unless that is
-    ignored, as under `nohup`) `on_signal` and `stop` are called; `stop` again and again, for the
-    work may be in the middle of opening what must be stopped. Raises `Interrupted` once it has
+    ignored, as under `nohup`) `on_signal` and `stop` are called; `stop` again and again, because
+    the work may be in the middle of opening what must be stopped. Raises `Interrupted` once it has
     ended or `GRACE_SECONDS` are over. A second signal ends the process at once. `check` is called
     all the while and returns at once; what it raises ends the work like a signal, and is raised
     then.
@@ -92,7 +92,7 @@ def _signals() -> list[signal.Signals]:
 
 
 def _silence_lost_terminals() -> None:
-    """What is printed to a terminal that was closed goes nowhere, instead of being an error."""
+    """Send output for a terminal that was closed nowhere, instead of raising an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         try:

@@ -210,7 +210,7 @@ def explain_question(
 
 
 def _need(shape: ModelShape, loads: Sequence[PlannedLoad], value: int) -> Need:
-    """Of shared memory, with a checkpoint every iteration."""
+    """Return the need of shared memory, with a checkpoint every iteration."""
     return Need(
         value * shape.parameters,
         max(samples_bytes(a.responses, a.context, columns=int(a.reference)) for a in loads),

@@ -183,7 +183,7 @@ def _against_person(
 
 
 def environment_side(options: Mapping[str, Any], prompt: int) -> str:
-    """Whether the agent moves `first` or `second` in the game of this prompt."""
+    """Tell whether the agent moves `first` or `second` in the game of this prompt."""
     side = options.get("agent_side", "both")
     return ("first", "second")[prompt % 2] if side == "both" else str(side)
 

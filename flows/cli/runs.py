@@ -42,7 +42,7 @@ class RunSummary:
 
 
 def summarize(path: Path) -> RunSummary:
-    """What the run in this directory says of itself."""
+    """Summarize the run in this directory by its own records."""
     lines = iterations_of(path)
     config = path / "config.yaml"
     changed = max([config.stat().st_mtime, *(float(line["time"]) for line in lines[-1:])])

@@ -6,7 +6,7 @@ import shlex
 
 from earl_core.system.service import directories_with_services
 from flows.services.process import TITLES
-from flows.services.standing import Standing
+from flows.services.service_manager import Standing
 from tasks.tracking.mlflow_client import without_login
 
 

@@ -17,7 +17,7 @@ from earl_core.dispatch import Manifest, read_manifest
 from earl_core.dispatch.shards.manifest import ManifestError
 from earl_core.dispatch.shards.shard import open_batch
 from earl_core.run.record import config_of_run
-from earl_core.run.stores import StoreState, list_stores, run_store, sweep
+from earl_core.run.run_stores import StoreState, list_stores, run_store, sweep
 from earl_core.system.errors import ConfigError
 from earl_core.system.plural import plural
 from flows.cli.found_runs import find_run

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from earl_core.run.record import config_of_run
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import write_atomic
 from flows.cli.found_runs import find_run

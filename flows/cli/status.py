@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from earl_core.config.services import DispatchConfig
 from earl_core.deployment.stages import taking_part
 from earl_core.run.record import config_of_run
-from earl_core.run.stores import list_stores
+from earl_core.run.run_stores import list_stores
 from earl_core.system.errors import EarlError
 from earl_core.system.processes import start_time
 from earl_core.system.service import living_service, read_services
@@ -56,7 +56,7 @@ def show_status(runs_directory: str, as_json: bool) -> None:
 
 
 def services(runs: Path) -> list[dict[str, Any]]:
-    """What `earl up` started, and servers that commands would use in their place.
+    """List the services that `earl up` started, and servers that commands would use in their place.
 
     state: running, not answering, ended (it should run, and does not), other (somebody else's) or
     none. since: Unix time in seconds.

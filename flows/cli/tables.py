@@ -10,7 +10,7 @@ from rich.console import Console
 
 from earl_core.config import RunConfig
 from earl_core.config.table import resolved_rows
-from flows.cli.fitting import FittingTable, Row
+from flows.cli.responsive_tables import FittingTable, Row
 from tasks.reports.lines import (
     Line,
     interval,
@@ -39,7 +39,7 @@ def make_console(quiet: bool = False) -> Console:
 
 
 def resolved_table(config: RunConfig) -> FittingTable:
-    """What the sizes of a configuration come to."""
+    """Tabulate the sizes that a configuration comes to."""
     names = ("what", "value", "from")
     rows = [dict(zip(names, row, strict=True)) for row in resolved_rows(config)]
     styles = {"what": "bold", "value": "cyan", "from": "dim"}
@@ -52,7 +52,7 @@ def rows_table(rows: Sequence[Row], styles: Mapping[str, str] | None = None) -> 
 
 
 def duration(seconds: float) -> str:
-    """Such as `45 s`, `3 min 05 s` or `2 h 10 min`."""
+    """Write a duration, such as `45 s`, `3 min 05 s` or `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 _COLORS = {"win": "green", "draw": "yellow", "loss": "red", "illegal": "magenta"}
-"""Of outcomes that games share."""
+"""Colors of outcomes that games share."""
 
 
 def json_line(line: Line, stage: str = "") -> str:

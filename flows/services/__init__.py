@@ -1,1 +1,2 @@
-"""What `earl up` starts and `earl down` ends: a Prefect server, an MLflow server, a worker."""
+"""Services that `earl up` starts and `earl down` ends: a Prefect server, an MLflow server, a
+worker."""

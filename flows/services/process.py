@@ -19,8 +19,10 @@ from flows.server import tail
 from flows.server_access import opener
 
 _PAUSE_SECONDS = 0.1
+_ANSWER_SECONDS = 1.0
 END_SECONDS = 20.0
-"""From SIGTERM to SIGKILL: what a flow's ranks and hosts need to end, and time to spare."""
+"""Seconds from SIGTERM to SIGKILL: the time that a flow's ranks and hosts need to end, and time to
+spare."""
 
 
 class ServiceFailed(EarlError):
@@ -96,11 +98,11 @@ def end(service: Service) -> None:
         raise ServiceFailed(f"{TITLES[service.name]} does not end: look at process {pids}")
 
 
-def mlflow_answers(service: Service, timeout: float = 1.0) -> bool:
-    """Whether the MLflow server of `earl up` does: that one and no other."""
+def mlflow_answers(service: Service) -> bool:
+    """Tell whether the MLflow server of `earl up` answers: that one and no other."""
     try:
         with opener(service.certificate).open(
-            f"{service.secure}/health", timeout=timeout
+            f"{service.secure}/health", timeout=_ANSWER_SECONDS
         ) as answer:
             return bool(answer.status == 200)
     except (OSError, ValueError, http.client.HTTPException):

@@ -17,10 +17,10 @@ from flows.server_access import Access
 from flows.services.process import spawn
 
 _QUERY_SECONDS = 2
-"""Between two looks for flow runs that are due."""
+"""Seconds between two looks for flow runs that are due."""
 
 _CANCEL_SECONDS = 3
-"""Between two looks for flow runs to cancel, where the server's events do not arrive."""
+"""Seconds between two looks for flow runs to cancel, where the server's events do not arrive."""
 
 STOP_FLOWS_SECONDS = 40.0
 _FLOW_RUN = b"PREFECT__FLOW_RUN_ID="
@@ -56,7 +56,7 @@ def _name() -> str:
 
 
 def reports(access: Access, worker: Service) -> bool:
-    """Whether the server has heard of the worker since its start."""
+    """Tell whether the server has heard of the worker since its start."""
     with suppress(OSError, ValueError, KeyError):
         for known in access.ask(f"work_pools/{POOL}/workers/filter", {"limit": 200}):
             heard = datetime.fromisoformat(known["last_heartbeat_time"].replace("Z", "+00:00"))
@@ -68,7 +68,8 @@ def reports(access: Access, worker: Service) -> bool:
 def stop_flow_runs(access: Access, worker: Service, say: Callable[[str], None]) -> None:
     """Cancel what the worker runs, as Prefect's pages do, and wait for its processes.
 
-    What does not end, or what a server that does not answer was not told, is left to signals.
+    Flow runs that do not end, or whose cancellation a server that does not answer was not told, are
+    left to signals.
     """
     running = _flow_runs(worker)
     if running:

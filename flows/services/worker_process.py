@@ -18,7 +18,7 @@ from flows.services.process import END_SECONDS
 
 
 def end_with(server: ProcessId) -> None:
-    """From now on end with this process, and what was started here before that."""
+    """End this process with the server from now on, and all that was started here before that."""
     # A descriptor of the process: whoever has its number later is another one.
     try:
         descriptor = os.pidfd_open(server.pid)
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     _server = ProcessId.parse(sys.argv.pop(1))
     if _server is not None:
         end_with(_server)
-    from tasks.trust import ask_first_listeners
+    from tasks.result_security import ask_first_listeners
 
     ask_first_listeners()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

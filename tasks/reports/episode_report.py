@@ -1,6 +1,6 @@
 """Episodes as pages: a good and a bad one, each as a dialogue.
 
-What models and environments wrote stands in blocks of code, whose fences are longer than any in the
+Texts of models and environments stand in blocks of code, whose fences are longer than any in the
 text: nothing in it becomes a heading, a link, an image or HTML.
 """
 
@@ -15,7 +15,7 @@ _WIDTH = 96
 """Characters; wider blocks would have to be scrolled."""
 
 _MOST_CHARACTERS = 4000
-"""Of one message; its end is what the next one answers."""
+"""Most characters of one message; its end is what the next one answers."""
 
 _MOST_TURNS = 40
 

@@ -1,4 +1,4 @@
-"""What an iteration or an evaluation came to, in one line: for terminals, logs and pages.
+"""The result of an iteration or an evaluation in one line: for terminals, logs and pages.
 
 An iteration is a line of metrics.jsonl: its number under `iteration`, its metrics as `stage/name`.
 An evaluation is the same with its own metrics, and `iteration` counts those done before it.
@@ -24,7 +24,7 @@ _LIMITS = {
     "max_tokens": "token limit",
     "model_context": "model's context",
 }
-"""What may end an episode besides its environment, by finish reason."""
+"""Limits that may end an episode besides its environment, by finish reason."""
 
 _LONG = 1e6
 

@@ -42,7 +42,7 @@ def plan_page(
 
 
 def _chosen(plan: DeploymentPlan) -> list[str]:
-    """A narrow table, for the page has 780 pixels and wraps no cell; sentences below it."""
+    """A narrow table, because the page has 780 pixels and wraps no cell; sentences below it."""
     rows = plan_rows(plan)
     names = ("stage", "stage deployment", "seconds", "memory")
     told = []
@@ -67,7 +67,8 @@ def _history(
 
 
 def _considered(run: RunDirectory, plan: DeploymentPlan) -> list[str]:
-    """What the sealed input had to offer; a sentence where that cannot be said."""
+    """List the candidates that the sealed input had to offer; a sentence where that cannot be
+    said."""
     source = run.stage_path(plan.iteration, "selection").with_suffix(".input")
     try:
         given = SelectionInput.model_validate_json(read_file(source))
@@ -103,7 +104,7 @@ def _narrow(row: Row) -> Row:
 
 
 def _remark(row: Row) -> str:
-    """What a row says in words: of a candidate its verdict, else why it was not offered."""
+    """Put a row into words: of a candidate its verdict, else why it was not offered."""
     if "reason" in row:
         return f"- **{row['stage']}**, {_plain(row['candidates'])}: {_plain(row['reason'])}"
     return f"- {_plain(row['candidate'])}: {_plain(row['verdict'])}" if row["verdict"] else ""

@@ -1,4 +1,4 @@
-"""What a profile has found, for people: rows of tables."""
+"""Results of a profile, for people: rows of tables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _row(given: SelectionInput, point: ProfilePoint) -> Row:
 
 
 def choice_rows(given: SelectionInput, table: ProfileTable) -> list[Row]:
-    """What `live_tokens` would choose with this profile at contexts of 1K to 32K."""
+    """List the choices that `live_tokens` would make with this profile at contexts of 1K to 32K."""
     selector = given.selector.model_copy(update={"policy": "live_tokens"})
     asked = given.model_copy(update={"selector": selector})
     rows = []

@@ -74,7 +74,8 @@ _SWITCHES = ("switched", "resharded")
 def load_metrics(
     rollout: Mapping[str, float], earlier_contexts: Sequence[float]
 ) -> dict[str, float]:
-    """What the rollout's own metrics imply of contexts: what wrote them, and where they go.
+    """Derive, from the rollout's own metrics, which share of the contexts the model wrote, and
+    their trend.
 
     rollout: the metrics of its manifest. earlier_contexts: mean contexts of the iterations before,
     oldest first. `context/trend` is in tokens an iteration, the slope of a line through the last
@@ -113,13 +114,14 @@ def _predicted(plan: DeploymentPlan, stage: str) -> dict[str, float]:
 
 
 def _measured_seconds(stage: Mapping[str, float]) -> float:
-    """What a stage took by its own metrics: without the start of its workers, where it knows."""
+    """Return the seconds of a stage by its own metrics: without the start of its workers, where it
+    knows."""
     return float(stage.get("seconds", stage.get("stage_seconds", 0.0)))
 
 
 def _measured_peak(manifest: Manifest, seen: Sequence[Observation], gpus: int) -> float:
-    """Of the run's own observation where it has one: it is what the next prediction learns from;
-    0 where nothing is known."""
+    """Return the peak bytes of the run's own observation where it has one, because the next
+    prediction learns from it; 0 where nothing is known."""
     own = [item for item in seen if item.kind == "measured"]
     if own:
         return comparable_peak(own[-1], gpus)

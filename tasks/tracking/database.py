@@ -10,7 +10,7 @@ from pathlib import Path
 from earl_core.system.files import FileLock
 
 LOCKED_SECONDS = 25.0
-"""How long other writers are waited for."""
+"""Seconds that other writers are waited for."""
 
 
 def sqlite_path(uri: str) -> Path | None:

@@ -15,7 +15,8 @@ TABLE = "evaluation/results.json"
 
 
 def evaluation_numbers(run: RunDirectory, found: Manifest) -> Numbers:
-    """What MLflow gets of an evaluation; its step is the number of finished iterations."""
+    """Return the numbers of an evaluation for MLflow; its step is the number of finished
+    iterations."""
     metrics = {f"evaluation/{name}": value for name, value in found.metrics.items()}
     seconds = run.stage_path(found.iteration, "evaluation").stat().st_mtime
     return Numbers(found.iteration, for_mlflow(metrics, scored=False), seconds)

@@ -1,4 +1,4 @@
-"""What a run plays, as the data sets of its MLflow run: environments, suites, data set files."""
+"""Data sets of a run's MLflow run: the environments, suites and data set files that it plays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from earl_core.system.files import canonical_json
 
 
 class PlayedInput(NamedTuple):
-    """What MLflow calls a data set. source: JSON. context: `training` or `evaluation`."""
+    """An input that MLflow calls a data set. source: JSON. context: `training` or `evaluation`."""
 
     name: str
     digest: str
@@ -24,8 +24,8 @@ class PlayedInput(NamedTuple):
 
 
 def played_inputs(config: RunConfig) -> Iterator[PlayedInput]:
-    """Of training and of evaluation; the digest is of the name and the options, which belong to a
-    run, and not of the rows of a data set, which may be large."""
+    """Yield the inputs of training and of evaluation; the digest is of the name and the options,
+    which belong to a run, and not of the rows of a data set, which may be large."""
     trained = config.environments or ((config.environment,) if config.environment else ())
     for each in trained:
         yield _played(each, each.options, getattr(each, "label", ""), "training")

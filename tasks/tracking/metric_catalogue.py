@@ -1,4 +1,4 @@
-"""What each number of metrics.jsonl is: its unit, its meaning, and its name in MLflow.
+"""Catalogue of the numbers of metrics.jsonl: unit, meaning, and name in MLflow.
 
 MLflow draws a section for what stands before a name's last slash, ascending, and in it a chart for
 each name, ascending. So the sections are numbered by what people ask first: is it learning, is it

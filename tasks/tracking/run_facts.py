@@ -1,4 +1,4 @@
-"""What MLflow is told of a run besides its numbers: settings, versions, hardware, place."""
+"""Facts of a run that MLflow gets besides its numbers: settings, versions, hardware, place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def tags(run_directory: Path, uid: str, hardware: Hardware) -> dict[str, str]:
-    """Where the run lives, on what machine, with which versions; none of it is imported."""
+    """Tag the run with its place, its machine and its versions; none of it is imported."""
     found = {
         "mlflow.source.name": "earl",
         "earl.uid": uid,

@@ -50,7 +50,7 @@ def _how(lines: list[Line], held_out: list[Line], wanted: int) -> str:
 
 
 def _went(lines: list[Line]) -> str:
-    """From the first line of what there is to the last."""
+    """Write the course from the first line to the last."""
     texts = dict.fromkeys(map(_short, (*lines[:1], *lines[-1:])))
     return " → ".join(texts) or "nothing yet"
 

@@ -1,4 +1,4 @@
-"""How clients of MLflow reach the server of `earl up`: where it alone can answer."""
+"""Addresses at which clients of MLflow reach the server of `earl up`, and no other server."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def served_address(runs_directory: str | Path, given: str | None) -> str | None:
 
 
 def renewed(uri: str, runs_directory: str | Path) -> str:
-    """The address of a server of `earl up` as it is now, for it may have been started again."""
+    """The address of a server of `earl up` as it is now, because it may have been started again."""
     known = _served.get(uri)
     return uri if known is None else served_address(runs_directory, known.url) or uri
 
 
 def pages_of(uri: str) -> str | None:
-    """Where browsers find a server of `earl up`; None for another."""
+    """Return the address of a server of `earl up` for browsers; None for another server."""
     known = _served.get(uri)
     return known.url if known is not None else None
 

@@ -1,4 +1,4 @@
-"""How loaded the flow's machine is while a run works: samples in the run's `system.jsonl`.
+"""Load of the flow's machine while a run works: samples in the run's `system.jsonl`.
 
 MLflow's own monitor ends with the first request that fails, and sends without a deadline; here the
 run directory is the queue, as for everything else.
@@ -70,7 +70,7 @@ class SystemMonitor:
         return found | (self._gpu_sample() if self._gpus else {})
 
     def _gpu_sample(self) -> dict[str, float]:
-        """Of all GPUs of this machine; a part that the driver does not know is left out."""
+        """Sample all GPUs of this machine; a part that the driver does not know is left out."""
         try:
             loads = gpu_loads()
         except ConfigError as error:

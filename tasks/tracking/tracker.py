@@ -2,7 +2,7 @@
 
 The flow only says that the run directory has something new; it never waits for MLflow. When MLflow
 is away there is one warning, and the thread tries again every `retry_seconds`; then it sends what
-the run directory has and MLflow lacks (`tasks.tracking.lacking`).
+the run directory has and MLflow lacks (`tasks.tracking.sync`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
 from earl_core.secrets import redact
 from tasks.tracking import mlflow_client, run_facts
-from tasks.tracking.lacking import Thing, lacking, sent_before, state_tags
 from tasks.tracking.mlflow_client import MlflowRun, open_mlflow_run
 from tasks.tracking.run_note import run_note
 from tasks.tracking.served import renewed
+from tasks.tracking.sync import Thing, lacking, sent_before, state_tags
 from tasks.tracking.system_metrics import SystemMonitor
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ _MEANINGS = {
     "timed out": "it does not answer in time",
     "ReadTimeoutError": "it does not answer in time",
 }
-"""What the usual failures of HTTP clients mean, by a sign in their long texts."""
+"""Meanings of the usual failures of HTTP clients, by a sign in their long texts."""
 
 
 class _CallError(Exception):
@@ -85,9 +85,9 @@ class Tracker:
         self.experiment_id: str | None = None
         """MLflow's id of the experiment; None until MLflow answered."""
         self.failing = False
-        """Whether MLflow is away, as far as is known."""
+        """True while MLflow is away, as far as is known."""
         self.dropped = 0
-        """How many things were given up, because MLflow refused them."""
+        """Number of things that were given up, because MLflow refused them."""
         self._thread: threading.Thread | None = None
         self._monitor: SystemMonitor | None = None
         if run.config.tracking.enabled:
@@ -102,7 +102,7 @@ class Tracker:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is news that MLflow has not taken yet."""
+        """True while there is news that MLflow has not taken yet."""
         return self._news > self._taken
 
     def changed(self) -> None:
@@ -154,7 +154,8 @@ class Tracker:
                 self._wake.notify_all()
 
     def _wait(self) -> None:
-        """Until there is something to do; while MLflow is away, until it is to be tried again."""
+        """Wait until there is something to do; while MLflow is away, until it is to be tried
+        again."""
         with self._wake:
             if self.failing:
                 self._wake.wait_for(lambda: self._closing is not None, timeout=self._retry_seconds)

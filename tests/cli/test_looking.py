@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from earl_core.config import parse_config
 from earl_core.config.code import named_code
 from earl_core.environments.registry import create
-from earl_core.environments.reward_functions import RewardFunctions
+from earl_core.environments.rewards.reward_functions import RewardFunctions
 from earl_core.environments.tools.functions import load_tool
 from earl_core.run.record import Journal, write_record
 from earl_core.system.errors import ConfigError

@@ -14,8 +14,8 @@ import pytest
 
 from earl_core.run.record import write_record
 from earl_core.system.processes import ProcessId
-from flows import flow_notes, reaper, server
-from flows.flow_notes import Note, owner_tags
+from flows import flow_ledger, reaper, server
+from flows.flow_ledger import Note, owner_tags
 from flows.server_access import Access
 from tests.cli.conftest import CONFIG, Earl
 
@@ -58,7 +58,7 @@ def test_each_flow_run_gets_the_state_of_its_ledger(
         identity = running(access, tags_of(process, tmp_path))
         host = socket.gethostname()
         note = Note(identity, host, process, run, outcome=outcome)
-        flow_notes.write(tmp_path, note)
+        flow_ledger.write(tmp_path, note)
         return identity
 
     (tmp_path / "done").mkdir()
@@ -85,7 +85,7 @@ def test_each_flow_run_gets_the_state_of_its_ledger(
     }
     reaper.reconcile(access, tmp_path)
     assert {flow_run: state_of(access, flow_run) for flow_run in expected} == expected
-    left = {note.flow_run for note in flow_notes.read_all(tmp_path)}
+    left = {note.flow_run for note in flow_ledger.read_all(tmp_path)}
     assert len(left) == 2, "only those of live processes"
     assert reaper.reconcile(access, tmp_path) == []
 
@@ -109,13 +109,13 @@ def test_a_retry_is_left_to_the_process_that_will_take_it(
     if noted is not None:
         outcome = None if noted == "killed" else noted
         host = socket.gethostname()
-        flow_notes.write(tmp_path, Note(retried, host, gone, outcome=outcome))
+        flow_ledger.write(tmp_path, Note(retried, host, gone, outcome=outcome))
     for state in ("FAILED", "SCHEDULED", "PENDING", "RUNNING"):
         body = {"state": {"type": state, "name": state.capitalize()}, "force": True}
         access.ask(f"flow_runs/{retried}/set_state", body)
         reaper.reconcile(access, tmp_path)
         assert state_of(access, retried) == state
-    assert flow_notes.read(tmp_path, retried) is None
+    assert flow_ledger.read(tmp_path, retried) is None
 
 
 def until(true: object, seconds: float) -> None:
@@ -154,14 +154,14 @@ def test_a_run_stopped_while_its_first_worker_starts_is_cancelled(
     process = earl.start("train", str(CONFIG), "--name", "slow", "--plain", *settings)
     logs = earl.directory / "runs" / "slow" / "logs"
     until(lambda: any("building" in p.read_text() for p in logs.rglob("*.log")), 120)
-    (note,) = [n for n in flow_notes.read_all(earl.directory / "runs") if n.run.endswith("/slow")]
+    (note,) = [n for n in flow_ledger.read_all(earl.directory / "runs") if n.run.endswith("/slow")]
     assert state_of(access, note.flow_run) == "RUNNING"
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal.SIGINT, output
     assert state_of(access, note.flow_run) == "CANCELLED", output
     assert reaper.reconcile(access, earl.directory / "runs") == []
-    assert flow_notes.read(earl.directory / "runs", note.flow_run) is None
+    assert flow_ledger.read(earl.directory / "runs", note.flow_run) is None
     ledger = (earl.directory / "runs" / "slow" / "ledger.jsonl").read_text()
     assert '"interrupted"' in ledger
 
@@ -169,9 +169,9 @@ def test_a_run_stopped_while_its_first_worker_starts_is_cancelled(
 def test_a_second_signal_leaves_the_word_for_the_next_command(
     access: Access, gone: str, tmp_path: Path
 ) -> None:
-    note = replace(flow_notes.note_of(running(access, owner_tags(tmp_path))), process=gone)
-    flow_notes.write(tmp_path, note)
-    flow_notes.end(tmp_path, note, "CANCELLED")
-    flow_notes.end(tmp_path, note, "FAILED")
+    note = replace(flow_ledger.note_of(running(access, owner_tags(tmp_path))), process=gone)
+    flow_ledger.write(tmp_path, note)
+    flow_ledger.end(tmp_path, note, "CANCELLED")
+    flow_ledger.end(tmp_path, note, "FAILED")
     reaper.reconcile(access, tmp_path)
     assert state_of(access, note.flow_run) == "CANCELLED"

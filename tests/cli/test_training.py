@@ -16,7 +16,7 @@ import pytest
 from openai import AuthenticationError, OpenAI
 
 from earl_core.run.record import read_lines
-from earl_core.run.stores import list_stores
+from earl_core.run.run_stores import list_stores
 from tests.cli.conftest import CONFIG, Earl
 
 Done = subprocess.CompletedProcess[str]

@@ -12,7 +12,7 @@ from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config import ConfigError, load_config, parse_config
 from earl_core.environments.registry import create
-from earl_core.environments.reward_functions import RewardFunctions
+from earl_core.environments.rewards.reward_functions import RewardFunctions
 from earl_core.environments.tools.functions import load_tool
 from flows.cli.plan import find_hardware, find_model
 from tests.config.test_config import with_

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat import ChatTokenizer, Conversation
-from earl_core.rollout.tool_calls import NO_TOOLS, Tools
+from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from tests.conformance.templates import PUBLISHED, tokenizer_of
 
 ANSWERS = ("Yes.", "a b\nc", "{1}")

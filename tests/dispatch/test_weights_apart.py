@@ -12,7 +12,7 @@ import pytest
 
 from earl_core.dispatch.segments.pool import PoolFull, SegmentPool
 from earl_core.dispatch.shards.store import ShardStore
-from earl_core.run.host_stores import HostStores
+from earl_core.run.remote_stores import HostStores
 from tests.dispatch.segments import MIB, inode, sealed
 
 

@@ -21,11 +21,11 @@ from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from earl_core.config import RunConfig, load_config, parse_config
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.config.load import RECIPES
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.options import parse_options
-from earl_core.environments.pool import EnvironmentPool
 from earl_core.environments.registry import BUILT_IN
 from earl_core.environments.trial.findings import examine
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.import_path import load_object

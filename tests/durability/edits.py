@@ -30,7 +30,7 @@ from typing import Any
 from earl_core.config import RunConfig
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.run.record import stored_config
-from earl_core.run.stores import list_stores
+from earl_core.run.run_stores import list_stores
 from earl_core.system.errors import EarlError
 from flows.cli.app import app
 from flows.cli.errors import describe

@@ -202,7 +202,7 @@ class Trial:
         for part, kind in (
             ("earl_core.cluster.fork_server", "fork server"),
             ("earl_core.cluster.supervisor", "supervisor"),
-            ("earl_core.environments.host", "environment host"),
+            ("earl_core.environments.hosting.host", "environment host"),
             ("earl_core.dispatch.spill.process", "spill"),
             ("flows.server", "Prefect's server"),
         ):

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from earl_core.environments.adapters.openenv_sessions import Remote
 from earl_core.environments.endpoints import open_endpoint, read_reply
-from earl_core.environments.openenv_sessions import Remote
 from earl_core.system.errors import ConfigError
 
 

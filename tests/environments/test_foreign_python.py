@@ -14,8 +14,8 @@ import pytest
 from earl_core.config import parse_config
 from earl_core.config.reward import RewardConfig
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.check import check_environments
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.check import check_environments
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError
 from tests.environments.test_tools import call, calling, in_pool, texts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError
 from tests.environments.test_pool import COUNTING, USER, alive, running, until
 
@@ -56,7 +56,7 @@ def test_hosts_die_with_a_killed_parent(text: str, run: str) -> None:
     in its main thread and in another."""
     code = f"""
 import asyncio
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 async def main():
     pool = EnvironmentPool({COUNTING!r}, hosts=2, step_timeout_seconds=2.0)
     await pool.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from earl_core.environments.judgement import read_score
+from earl_core.environments.rewards.judgement import read_score
 
 READ: dict[tuple[float, float], list[tuple[str, float | None]]] = {
     (-5, 5): [

@@ -17,7 +17,7 @@ import pytest
 
 from earl_core.config.environment import McpConfig
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError
 from tests.environments.test_tools import SHOP, call, calling, check, in_pool, texts
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from earl_core.environments.base import EnvironmentFailed, StepResult
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.registry import create
 from tests.environments.user_environments import SPEECHLESS
 

@@ -159,7 +159,7 @@ def test_user_environments_by_import_path() -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys, earl_core.environments.pool, earl_core.environments.registry as r\n"
+        "import sys, earl_core.environments.hosting.pool, earl_core.environments.registry as r\n"
         "r.check('tic_tac_toe'); r.check('connect_four')\n"
         "print([m for m in ('torch', 'transformers', 'vllm', 'prefect', 'mlflow', 'numpy', "
         "'pyarrow', 'textarena') if m in sys.modules])"

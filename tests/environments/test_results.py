@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from earl_core.environments.base import StepResult
-from earl_core.environments.results import step_result
+from earl_core.environments.rewards.results import step_result
 from earl_core.system.frames import WireError
 
 

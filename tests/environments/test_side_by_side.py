@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from tests.environments.test_pool import BOTH, COUNTING, USER, WAITING, expected, running
 
 

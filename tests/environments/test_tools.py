@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.registry import create, toolbox
 from earl_core.environments.tools.calculator import calculator
 from earl_core.environments.tools.functions import Tool
@@ -283,7 +283,7 @@ def test_the_calculator_is_pythons_arithmetic(expression: str) -> None:
 
 def test_hosts_without_tools_import_no_transformers() -> None:
     code = (
-        "import sys, earl_core.environments.host\n"
+        "import sys, earl_core.environments.hosting.host\n"
         "print([name for name in ('transformers', 'jsonschema', 'torch') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

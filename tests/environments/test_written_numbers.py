@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from earl_core.environments import rewards
-from earl_core.environments.written_numbers import numbers, plain
+from earl_core.environments.rewards.written_numbers import numbers, plain
 
 WRITTEN: list[tuple[str, str | None]] = [
     # signs and dashes

@@ -14,8 +14,8 @@ from typing import Any
 
 import textarena
 
+from earl_core.environments.adapters.textarena_moves import legal_move
 from earl_core.environments.registry import create
-from earl_core.environments.textarena_moves import legal_move
 from earl_core.system.errors import ConfigError
 
 SAYS_HELLO = "tests.environments.textarena_games:says_hello"

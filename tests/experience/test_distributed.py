@@ -27,7 +27,7 @@ from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
 from earl_core.experience.advantage import ADVANTAGE_RULES, advantage_rows, advantage_statistics
 from earl_core.experience.reward import REWARD_RULES
 from earl_core.run import RunDirectory
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.trajectory.samples import Episode, Rows, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,

@@ -18,14 +18,14 @@ from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.rpc import merge_results
 from earl_core.config import RunConfig
 from earl_core.dispatch import Batch, Manifest, ShardEntry, ShardStore
-from earl_core.environments.check import check_environments
+from earl_core.environments.hosting.check import check_environments
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from earl_core.experience.experience_worker import ExperienceWorker
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.reward import merge_rewards, reward_rows
 from earl_core.experience.scoring import Scorer, Scores, scored_episodes
 from earl_core.run import RunDirectory
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.system.errors import Cancelled, ConfigError, EarlError
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS

@@ -17,7 +17,7 @@ from earl_core.dispatch import Batch, ShardStore
 from earl_core.environments.base import Message
 from earl_core.experience.reward import reward_rows
 from earl_core.rollout.agent_loop import play
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.aside import Aside

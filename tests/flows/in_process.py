@@ -22,7 +22,7 @@ from typing import Any
 
 import accelerate.utils.environment
 
-from earl_core.cluster.group_here import GroupHere
+from earl_core.cluster.in_process import InProcessGroup
 from earl_core.config import load_config
 from earl_core.run.recovery import go_back
 from flows.train import train
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     import earl_core.control.worker_groups
 
     torch.set_num_threads(1)
-    earl_core.control.worker_groups.WorkerGroup = GroupHere  # type: ignore[misc,assignment]
+    earl_core.control.worker_groups.WorkerGroup = InProcessGroup  # type: ignore[misc,assignment]
     # Threads that import torch and transformers side by side see them half made.
     earl_core.control.worker_groups.WorkerGroups.start_ahead = lambda self, wanted: None  # type: ignore[method-assign]
     config, place = sys.argv[1:]

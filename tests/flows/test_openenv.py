@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from tests.flows.conftest import free_port
 from tests.flows.runs import LEARNING, REPOSITORY, Runs
 from tests.foreign import foreign_python

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import uv
 
-from earl_core.environments.pool import EnvironmentPool
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.play import play_agents

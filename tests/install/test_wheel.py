@@ -32,7 +32,7 @@ class World:
 PLAYED = """
 import asyncio, json, sys
 import earl_core
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 
 async def main():
     pool = EnvironmentPool("my_world:World", python=sys.argv[1])

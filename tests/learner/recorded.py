@@ -15,7 +15,7 @@ from earl_core.dispatch import Manifest, ShardEntry, ShardStore
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.learner.update_worker import LearnerWorker
 from earl_core.run.record import write_record
-from earl_core.run.stores import run_store
+from earl_core.run.run_stores import run_store
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REFERENCE_SCHEMA, ROLLOUT_SCHEMA
 from tests.columns import list_column, write_columns

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.head import decoder_of
+from earl_core.learner.lm_head import decoder_of
 from earl_core.learner.model import prepare_for_packing
 from earl_core.system.errors import ConfigError
 from tests.learner.helpers import build_model, eager_model, save_model

@@ -8,7 +8,7 @@ import torch
 
 from earl_core.config.model import ModelConfig
 from earl_core.learner.data.packing import pack
-from earl_core.learner.head import decoder_of
+from earl_core.learner.lm_head import decoder_of
 from earl_core.learner.loading import load_policy
 from earl_core.learner.model import PackedTensors, logprobs_of_trained
 from earl_core.learner.parallel.mesh import create_mesh

@@ -15,7 +15,7 @@ from earl_core.environments.games.tic_tac_toe import TicTacToe
 from earl_core.environments.registry import create
 from earl_core.models.legal_play import legal_play
 from earl_core.models.tiny import build, character_tokenizer
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.system.errors import ConfigError
 
 USER = "tests.environments.user_environments"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from earl_core.learner.head import EntropyMode
+from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.token_logprobs import HeadScore
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.gateway import Gateway

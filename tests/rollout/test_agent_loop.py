@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.rollout.agent_loop import play
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.rollout_load import LoadMeter

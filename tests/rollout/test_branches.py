@@ -8,7 +8,7 @@ import random
 import pytest
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.gateway.branches import Branches, Prompt
 from earl_core.trajectory.samples import VersionSpan

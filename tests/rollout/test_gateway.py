@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.registry import check
 from earl_core.rollout.agent_loop import play
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.environment_pools import EnvironmentPools
 from earl_core.rollout.episode_player import PlaySettings

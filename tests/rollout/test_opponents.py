@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from earl_core.environments.pool import EnvironmentPool
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.gateway.opponents import play_against_policy

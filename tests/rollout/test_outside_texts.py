@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat import ChatTokenizer, Conversation
-from earl_core.rollout.special_tokens import SpecialTokens
-from earl_core.rollout.tool_calls import NO_TOOLS, Tools, call_id
+from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.special_tokens import SpecialTokens
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools, call_id
 from tests.conformance.templates import PUBLISHED, tokenizer_of
 from tests.conformance.test_templates import CHATS
 from tests.rollout.chat_models import CHATML, SPECIAL, char_tokenizer

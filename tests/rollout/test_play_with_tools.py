@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import play
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.tool_calls import Tools
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.gateway import Gateway
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.rollout_stats import RolloutStats, example, rollout_metrics
-from earl_core.rollout.tool_calls import Tools
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 from tests.environments.test_tools import SHOP, USER
 from tests.rollout.scripted import SayingEngine

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from earl_core.environments.base import Environment, Message, StepResult
 from earl_core.environments.registry import create
 from earl_core.rollout.agent_loop import play
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.trajectory.samples import Episode, EpisodeSpec, rollout_rows

@@ -12,7 +12,7 @@ from openai import APIError, AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.gateway.pending import Growth
 from tests.rollout.asking import HELLO, STOP, Asking, asked

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.environments.base import FunctionCall, Message, ToolCall
-from earl_core.rollout.chat import ChatTokenizer, Conversation
-from earl_core.rollout.tool_calls import FORMATS, Tools, call_id, parser_of
+from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.tool_calls import FORMATS, Tools, call_id, parser_of
 from earl_core.system.errors import ConfigError
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
 from tests.rollout.tool_templates import FAMILIES, Family

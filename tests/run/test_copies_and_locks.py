@@ -13,7 +13,7 @@ import pytest
 from earl_core.config import ConfigError
 from earl_core.run import RunDirectory
 from earl_core.run.lock import RunLock, is_locked
-from earl_core.run.stores import list_stores, sweep
+from earl_core.run.run_stores import list_stores, sweep
 from earl_core.system.errors import InUse
 from earl_core.system.files import FileLock, is_held
 from tests.run.test_run_directory import config_in, seal
@@ -72,7 +72,7 @@ _SWEEP = """
 import sys
 from pathlib import Path
 from earl_core.config.services import DispatchConfig
-from earl_core.run.stores import list_stores, sweep, sweep_unneeded
+from earl_core.run.run_stores import list_stores, sweep, sweep_unneeded
 root = Path(sys.argv[1])
 assert [state.live for state in list_stores(root)] == [True]
 print(sweep(root), sweep_unneeded(root, DispatchConfig(retain_hours=0, retain_bytes=0)))
@@ -107,7 +107,7 @@ import sys
 from pathlib import Path
 from earl_core.system.files import is_held
 from earl_core.run.lock import is_locked
-from earl_core.run.stores import list_stores, sweep
+from earl_core.run.run_stores import list_stores, sweep
 run, root = Path(sys.argv[1]), Path(sys.argv[2])
 looks = 0
 print("looking", flush=True)

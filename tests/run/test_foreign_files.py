@@ -21,7 +21,7 @@ from earl_core.dispatch.spill.spiller import Spiller
 from earl_core.dispatch.spill.storage import Spill, SpillError
 from earl_core.run import RunDirectory
 from earl_core.run.record import RunDamaged, read_record, write_record
-from earl_core.run.stores import run_store, sweep, sweep_unneeded
+from earl_core.run.run_stores import run_store, sweep, sweep_unneeded
 from earl_core.weights.publish import publish
 from flows.cli.shards import sweep_shards
 from tests.run.test_run_directory import config_in, seal

@@ -21,7 +21,7 @@ from earl_core.run import RunDirectory, stage_key
 from earl_core.run.checkpoints import holding_checkpoint
 from earl_core.run.lock import is_locked
 from earl_core.run.record import read_lines
-from earl_core.run.stores import list_stores, sweep, sweep_unneeded
+from earl_core.run.run_stores import list_stores, sweep, sweep_unneeded
 from earl_core.system.errors import InUse
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA

@@ -11,7 +11,7 @@ import pytest
 from earl_core.config.services import DispatchConfig
 from earl_core.dispatch.segments.pool_directory import make_store
 from earl_core.run import RunDirectory
-from earl_core.run.stores import sweep
+from earl_core.run.run_stores import sweep
 from earl_core.system import files as module
 from earl_core.system.errors import NotOurs
 from flows.cli.checks.shared_memory import check_shared_memory

@@ -1,1 +1,1 @@
-"""Who reads what: layouts, plans, batches."""
+"""Layouts, plans and batches: the rows that each rank reads."""

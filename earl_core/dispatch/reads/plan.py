@@ -9,12 +9,13 @@ producers are listed changes nothing. Every rank can make it for itself.
           sources_of(rank)       where each row of a rank lies
 
 Rows are balanced by predicted cost, on the host that has them if possible: items (rows, or whole
-groups) go dearest first to the least loaded replica on their own host while that stays under the
-bound, the rest to the least loaded replica anywhere. Exchanges between the dearest and the
-cheapest replica repair what is left over the bound. Never worse balanced than the bound or plain
-longest-processing-time-first, whichever is higher. Ties go to the lower item and the lower replica.
-A low bound costs bytes between hosts, a high one lets replicas wait for the dearest: where it is
-known how many bytes a link carries meanwhile, the bound is the one that costs least time.
+groups) go by falling cost to the least loaded replica on their own host while that stays under the
+bound, the rest to the least loaded replica anywhere. Exchanges between the most and the least
+loaded replica repair the balance where it is over the bound. It is never worse than the bound or
+plain longest-processing-time-first, whichever is higher. Ties go to the lower item and the lower
+replica. A low bound costs bytes between hosts, a high one lets replicas wait for the most loaded:
+where it is known how many bytes a link carries meanwhile, the bound is the one that costs least
+time.
 
 A worked example: four rows of 5, 3, 4 and 4 tokens, the first two in a shard on host oak, the
 others in one on elm, and two consumers, rank 0 on oak and rank 1 on elm. At a cost of 1 a token
@@ -36,7 +37,7 @@ from functools import cached_property
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.reads.batch import Sources, join
+from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.dispatch.shards.manifest import Manifest, ShardEntry
 
 MAX_EXCHANGES_PER_REPLICA = 2
@@ -71,9 +72,9 @@ def assign(
 
 
 def imbalance(cost: np.ndarray, owner: np.ndarray, part: np.ndarray, replicas: int) -> float:
-    """How far the dearest replica lies above the mean, as a share of it; 0 is even.
+    """Return the load of the most loaded replica above the mean, as a share of the mean; 0 is even.
 
-    part: int64 per item, from 0; after each part the replicas wait for the dearest.
+    part: int64 per item, from 0; after each part the replicas wait for the most loaded.
     """
     parts = int(part.max(initial=0)) + 1
     loads = np.bincount(part * replicas + owner, weights=cost, minlength=parts * replicas)
@@ -162,11 +163,11 @@ class Layout:
     hosts: the host of each rank; empty means all on the one host of the producers.
     columns: the columns needed; None for all.
     linear, quadratic: a row of n tokens costs `linear * n + quadratic * n**2`; attention makes
-    the second part. keep_groups: rows of a group go to one replica. max_imbalance: how far the
-    dearest replica may lie above the mean, as a share of it, for the sake of rows that stay where
-    they are. link_bytes: how many bytes the link of a host carries, one way, while a replica works
-    off the mean load; above 0, and with consumers on several hosts, the plan chooses the one of
-    `BOUNDS` with which the dearest replica and the busiest link together take least time.
+    the second part. keep_groups: rows of a group go to one replica. max_imbalance: load that the
+    most loaded replica may have above the mean, as a share of the mean, for the sake of rows that
+    stay where they are. link_bytes: bytes that the link of a host carries, one way, while a replica
+    works off the mean load; above 0, and with consumers on several hosts, the plan chooses the one
+    of `BOUNDS` with which the most loaded replica and the busiest link together take least time.
 
     Raises `ValueError` when the numbers make no layout.
     """
@@ -217,10 +218,10 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Who reads what. Made by `make_plan`.
+    """The rows that each replica reads. Made by `make_plan`.
 
     owner: int64 per row, its data-parallel replica. hosts: the host of each consumer rank.
-    imbalance: how far the dearest replica lies above the mean, as a share of it.
+    imbalance: load of the most loaded replica above the mean, as a share of the mean.
     """
 
     layout: Layout
@@ -245,11 +246,11 @@ class DispatchPlan:
         return digest.hexdigest()
 
     def rows(self, rank: int) -> np.ndarray:
-        """int64 sample_ids of a rank's rows, ascending."""
+        """int64 sample_ids of a rank's rows, in the order of the batch."""
         return self.sources.rows[self.members(self.layout.replica(rank))]
 
     def sources_of(self, rank: int) -> Sources:
-        """Where the columns of `rows(rank)` lie."""
+        """Return the places of the columns of `rows(rank)`."""
         return self.sources.take(self.members(self.layout.replica(rank)))
 
     def members(self, replica: int) -> np.ndarray:
@@ -308,9 +309,9 @@ def plan_rows(
 ) -> DispatchPlan:
     """Plan the way of rows to their consumers.
 
-    groups: the group of each row in ascending order of sample_id, needed when
-    `layout.keep_groups`. parts: for each row which part of the work it belongs to, the same
-    for all rows of a group; the replicas meet after each part, so each is balanced by itself.
+    groups: the group of each row of `sources`, needed when `layout.keep_groups`. parts: for each
+    row which part of the work it belongs to, the same for all rows of a group; the replicas meet
+    after each part, so each is balanced by itself.
     Raises `ValueError` when the layout cannot be met.
     """
     hosts = layout.hosts or _only_host(sources, layout.ranks)

@@ -1,4 +1,4 @@
-"""How bytes of sealed shards reach other processes and hosts."""
+"""Transports that bring the bytes of sealed shards to other processes and hosts."""
 
 from earl_core.dispatch.remote.transport import Range, RemoteRead, TransportError
 from earl_core.dispatch.shards.shard import Proof

@@ -1,4 +1,4 @@
-"""How fast a host fetches shards of another one."""
+"""Measure the speed at which a host fetches shards of another one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _SCHEMA = pa.schema(
 )
 _BYTES = 16 * 2**20
 _ROUNDS = 3
-"""In the first one both sides connect, and touch their memory for the first time."""
+"""Rounds of a measurement. In the first one both sides connect, and touch their memory for the
+first time."""
 
 
 def publish_probe(store: ShardStore) -> ShardEntry:

@@ -14,7 +14,7 @@ import xxhash
 
 from earl_core.dispatch.remote import protocol
 from earl_core.dispatch.remote.protocol import receive, remaining, send_all, tune
-from earl_core.dispatch.remote.questions import Question
+from earl_core.dispatch.remote.read_requests import Question
 from earl_core.dispatch.remote.transport import TransportError
 from earl_core.system.frames import WireError
 
@@ -89,7 +89,7 @@ class Connection:
             )
 
     def is_alive(self) -> bool:
-        """Whether the host has not ended it while nothing was asked."""
+        """True when the host has not ended the connection while nothing was asked."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)
@@ -165,6 +165,6 @@ class Connection:
         self._socket.close()
 
     def forget(self) -> None:
-        """In a forked child: close its copy, and leave the parent's connection alone."""
+        """Close this copy in a forked child, and leave the parent's connection alone."""
         with contextlib.suppress(OSError):
             os.close(self._socket.detach())

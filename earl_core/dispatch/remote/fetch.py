@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.reads.batch import Batch, Lease, Sources, abandon, open_shards
+from earl_core.dispatch.reads.batch import Batch, Lease, abandon, open_shards
 from earl_core.dispatch.reads.plan import DispatchPlan
+from earl_core.dispatch.reads.sources import Sources
 from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.remote.parts import Part, PartStore, cut_parts
 from earl_core.dispatch.remote.tcp import TcpTransport
@@ -39,10 +40,10 @@ def fetch(
 ) -> Batch:
     """The rows and columns that `plan` gives to `rank`.
 
-    What lies on this host is not copied. What lies on others is received once for all ranks of
-    this host that call this with an equal plan, in any order and at any time; it is released when
-    the last of them closes its batch. verify: check the shards of this host too; what comes from
-    others always is. wait_seconds: how long another rank may take to receive what both need.
+    Bytes on this host are not copied. Bytes on other hosts are received once for all ranks of this
+    host that call this with an equal plan, in any order and at any time; they are released when the
+    last of them closes its batch. verify: check the shards of this host too; bytes from others are
+    always checked. wait_seconds: how long another rank may take to receive what both need.
 
     Raises `ManifestError` for a missing or damaged shard of this host,
     `TransportError` for one of another, `PoolFull` when there is no room to receive,
@@ -74,7 +75,8 @@ def fetch(
 
 
 class _Share:
-    """What one host receives for a plan, in parts, and which of its ranks need which part."""
+    """The bytes that one host receives for a plan, in parts, and the ranks of the host that need
+    each part."""
 
     def __init__(self, plan: DispatchPlan, host: str, part_bytes: int) -> None:
         self._plan = plan

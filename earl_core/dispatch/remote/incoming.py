@@ -1,4 +1,4 @@
-"""Which bytes of a plan's shards cross between hosts, and where they land in memory."""
+"""Ranges of a plan's shards that cross between hosts, and their places in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ of every dtype are aligned in the receiver's memory as they were in the shard.""
 
 @dataclass(frozen=True, eq=False)
 class Incoming:
-    """What one consumer host reads from other hosts: disjoint ranges, none adjacent to the next.
+    """Ranges that one consumer host reads from other hosts: disjoint, none adjacent to the next.
 
     Ascending by (shard, start). shard: int64, index into the plan's `entries`; start, length:
     int64, bytes within the shard's file.
@@ -63,7 +63,8 @@ class Incoming:
 
 
 def incoming_of(plan: DispatchPlan, host: str) -> Incoming:
-    """What one consumer host reads from other hosts: every byte once for all its ranks.
+    """List the ranges that one consumer host reads from other hosts: every byte once for all its
+    ranks.
 
     Raises `ManifestError` when columns overlap.
     """

@@ -1,9 +1,10 @@
 """Parts: segments with what a host received from other hosts, shared by all its ranks.
 
-What comes in for one plan is cut into parts. Whoever needs a part and finds nobody at it receives
-it; the others wait and then map it, so that every byte crosses the network once per host. A claim
-is a lock on one byte of a file: it goes with its process, so that after a SIGKILL the next one who
-waits takes over. A part is released when all ranks of the host that need it are done with it.
+The bytes that come in for one plan are cut into parts. Whoever needs a part and finds nobody at it
+receives it; the others wait and then map it, so that every byte crosses the network once per host.
+A claim is a lock on one byte of a file: it goes with its process, so that after a SIGKILL the next
+one who waits takes over. A part is released when all ranks of the host that need it are done with
+it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class PartStore:
         self._users = users
 
     def path(self, part: Part) -> Path:
-        """Where a part lies once it is here."""
+        """Return the path of a part once it is here."""
         return self._pool.directory / f"fetch-{self._digest}-{part.number}.part"
 
     def obtain(
@@ -126,7 +127,8 @@ class PartStore:
 
     @contextmanager
     def _claimed(self, part: Part) -> Iterator[bool]:
-        """Whether this process may receive the part now. Threads exclude each other too."""
+        """Claim the part; true when this process may receive it now. Threads exclude each other
+        too."""
         self._pool.make()
         path = self._pool.directory / FETCH_LOCK
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

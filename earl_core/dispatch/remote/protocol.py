@@ -8,8 +8,8 @@
     server → client   RESPONSE  id, status, length, xxh3_64 of the payload; then the payload
 
 The token itself never travels, both sides prove that they know it, and the nonces make a recorded
-handshake worthless. The payload of an unsuccessful response is a sentence in UTF-8. What passes
-is authenticated but not encrypted: the hosts' network has to be a private one.
+handshake worthless. The payload of an unsuccessful response is a sentence in UTF-8. Messages are
+authenticated but not encrypted: the hosts' network has to be a private one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ def remaining(deadline: float) -> float:
     return left
 
 
-def drain(client: socket.socket, size: int, seconds: float = 1.0) -> None:
+_DRAIN_SECONDS = 1.0
+
+
+def drain(client: socket.socket, size: int) -> None:
     """Read and drop up to `size` bytes before closing.
 
     Closing with unread bytes resets the connection, and the other side may then never see the
@@ -101,7 +104,7 @@ def drain(client: socket.socket, size: int, seconds: float = 1.0) -> None:
     """
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_WR)
-        receive(client, [bytearray(min(size, 2**20))], time.monotonic() + seconds)
+        receive(client, [bytearray(min(size, 2**20))], time.monotonic() + _DRAIN_SECONDS)
 
 
 MAGIC = b"EARLRNG4"
@@ -125,7 +128,7 @@ MAX_BODY = MAX_FILES * 1024 + MAX_RANGES * _RANGE.itemsize
 
 
 class Status(IntEnum):
-    """How a request, or the handshake, ended."""
+    """The end of a request, or of the handshake."""
 
     OK = 0
     FAILED = 1
@@ -152,7 +155,7 @@ def prove(token: str, side: bytes, server_nonce: bytes, client_nonce: bytes) -> 
 
 
 def same(given: bytes, expected: bytes) -> bool:
-    """Whether two proofs are equal, in a time that does not depend on where they differ."""
+    """Tell whether two proofs are equal, in a time that does not depend on where they differ."""
     return hmac.compare_digest(given, expected)
 
 

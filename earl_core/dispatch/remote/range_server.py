@@ -32,7 +32,7 @@ _servers: weakref.WeakSet[RangeServer] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a client may ask for, and how long it may take.
+    """Limits on a client's requests and on the time they take.
 
     max_strangers: connections that have not shown yet that they know the token; one more takes the
     place of the oldest from the address that has most. handshake_seconds: from connecting to being
@@ -126,7 +126,7 @@ class RangeServer:
             thread.start()
 
     def _make_room(self) -> None:
-        """For one more stranger: those who keep silent must not keep others out."""
+        """Make room for one more stranger: those who keep silent must not keep others out."""
         if len(self._strangers) < self.limits.max_strangers:
             return
         ((most, _),) = Counter(self._strangers.values()).most_common(1)
@@ -136,7 +136,7 @@ class RangeServer:
             oldest.shutdown(socket.SHUT_RDWR)
 
     def _admit(self, client: socket.socket) -> bool:
-        """Whether there is room for one more that knows the token."""
+        """Admit a client that knows the token; false when there is no room for one more."""
         with self._lock:
             known = len(self._open) - len(self._strangers)
             if client not in self._strangers or known >= self.limits.max_connections:

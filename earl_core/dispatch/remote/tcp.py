@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from earl_core.dispatch.remote.connection import Connection
-from earl_core.dispatch.remote.questions import Question, cut
+from earl_core.dispatch.remote.read_requests import Question, cut
 from earl_core.dispatch.remote.transport import RemoteRead, TransportError
 from earl_core.dispatch.shards.shard import Proof
 from earl_core.system.processes import host_name
@@ -30,7 +30,7 @@ _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """How a read is cut up, and how long it may take.
+    """Sizes of the pieces of a read, and limits on its time.
 
     bytes_in_flight: asked for and not yet received, over all hosts of a read.
     stall_seconds: how long a host that owes bytes may send none. A whole read of n bytes has to
@@ -175,7 +175,7 @@ class TcpTransport:
 
 
 class _Slots:
-    """For requests in flight, of all hosts of a read together.
+    """Slots for requests in flight, of all hosts of a read together.
 
     A free one goes to the host that has fewest requests in flight, then to the one that has most
     left to ask for: so that as many hosts as possible send at a time, and all end together.
@@ -188,7 +188,8 @@ class _Slots:
         self._numbers = itertools.count()
 
     def acquire(self, turn: tuple[int, int], patience: float) -> bool:
-        """Whether there is a slot within so many seconds; the one with the least turn is next."""
+        """Take a slot, true if one is free within so many seconds; the one with the least turn is
+        next."""
         with self._lock:
             if self._free and (not self._waiting or turn < self._waiting[0][0]):
                 self._free -= 1

@@ -1,4 +1,4 @@
-"""What is asked of another host: byte ranges of sealed shards, or why they cannot be had.
+"""Requests to another host: byte ranges of sealed shards, or the reason why they cannot be had.
 
 The transport gives verified bytes or raises; it never gives wrong ones. Blocks are checked against
 the shard's block table at the side that holds the shard, and the table against the checksum of the
@@ -34,7 +34,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class RemoteRead:
-    """What is wanted from one host: `ranges[i]` fills `into[i]`, whose length is equal."""
+    """A read from one host: `ranges[i]` fills `into[i]`, whose length is equal."""
 
     ranges: Sequence[Range]
     into: Sequence[memoryview]

@@ -23,7 +23,8 @@ _READ_ONLY = 0x08  # cudaHostRegisterReadOnly; a mapping that cannot be written 
 
 
 class Cudart(Protocol):
-    """What is used of the CUDA runtime; both give a `cudaError`, 0 for success."""
+    """The part of the CUDA runtime that is used here; both functions return a `cudaError`, 0 for
+    success."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Any: ...  # noqa: N802
 
@@ -31,7 +32,7 @@ class Cudart(Protocol):
 
 
 def cudart() -> Cudart | None:
-    """The CUDA runtime of this process; None where nothing has used a GPU yet, for the question
+    """The CUDA runtime of this process; None where nothing has used a GPU yet, because the question
     alone would take one."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -53,11 +54,11 @@ class PageLock:
 
     @property
     def held(self) -> bool:
-        """Whether the mapping is page-locked."""
+        """True while the mapping is page-locked."""
         return self._runtime is not None
 
     def take(self) -> bool:
-        """Whether the mapping is page-locked, which it becomes where a GPU is in use."""
+        """Page-lock the mapping where a GPU is in use; true when it is locked."""
         with self._changing:
             if self._runtime is None and not self._refused:
                 runtime = cudart()
@@ -66,7 +67,8 @@ class PageLock:
             return self._runtime is not None
 
     def release(self) -> None:
-        """Before the memory is unmapped. In a forked child nothing happens: the lock is not its."""
+        """Release the lock before the memory is unmapped. In a forked child nothing happens: the
+        lock is not its."""
         with self._changing:
             runtime, self._runtime = self._runtime, None
             if runtime is not None and self._pid == os.getpid():

@@ -30,7 +30,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from earl_core.dispatch.segments.held import Held
 from earl_core.dispatch.segments.leases import describe_holders
 from earl_core.dispatch.segments.pool_directory import (
     FREE,
@@ -44,6 +43,7 @@ from earl_core.dispatch.segments.pool_directory import (
     size_class,
     unlink_own,
 )
+from earl_core.dispatch.segments.pool_usage import Held
 from earl_core.dispatch.segments.segment import Segment, WritableMapping, writable_mappings
 from earl_core.system.errors import EarlError
 from earl_core.system.shared_memory import file_system_bytes, shards_limit
@@ -167,7 +167,8 @@ class SegmentPool(PoolDirectory):
                 self.directory.rmdir()
 
     def _wait_for(self, attempt: Callable[[], _T | str], size: int) -> _T:
-        """What `attempt` gives once it gives no reason any more; `PoolFull` at the deadline."""
+        """Repeat `attempt` until it returns something else than a reason, and return that;
+        `PoolFull` at the deadline."""
         deadline = time.monotonic() + self.wait_seconds
         pause, next_sweep = _PAUSES[0], 0.0
         while True:
@@ -275,7 +276,8 @@ class SegmentPool(PoolDirectory):
         return shards_limit(self.max_bytes, file_system_bytes(self.directory), held.version)
 
     def _make_room(self, size: int, evict: bool, weights: bool = False) -> str | None:
-        """Why `size` more bytes do not fit, after removing free segments if allowed to."""
+        """Make room for `size` more bytes, by removing free segments if allowed to; return the
+        reason if they do not fit."""
         held = self.held()
         available, limit = self.available_bytes(), self._limit(held)
         lack = held.others + size - limit

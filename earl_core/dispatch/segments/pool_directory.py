@@ -22,13 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from earl_core.dispatch.segments.held import WEIGHTS, Held
+from earl_core.dispatch.segments.pool_usage import WEIGHTS, Held
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import FileLock, device_of, make_parent, read_file, write_atomic
 from earl_core.system.processes import ProcessId
 
 MARK = ".store.json"
-"""What says whose store it is; the first file in it and the last to go."""
+"""The file that names the owner of a store; the first file in it and the last to go."""
 LIVE = ".live"
 """Locked by the run that uses the store, for as long as it lives."""
 POOL_LOCK = ".pool.lock"
@@ -51,17 +51,17 @@ def new_uid() -> str:
 
 
 def is_uid(text: object) -> bool:
-    """Whether this can be a run's uid: nothing else may become a part of a path."""
+    """Tell whether this can be a run's uid: nothing else may become a part of a path."""
     return isinstance(text, str) and _UID.fullmatch(text) is not None
 
 
 def is_shard(name: str) -> bool:
-    """Whether a shard can have this name."""
+    """Tell whether a shard can have this name."""
     return re.fullmatch(_SHARD, name) is not None
 
 
 def is_sealed(name: str) -> bool:
-    """Whether a published file can have this name: a shard, a received part, weights."""
+    """Tell whether a published file can have this name: a shard, a received part, weights."""
     return _SEALED.fullmatch(name) is not None
 
 
@@ -72,18 +72,20 @@ def writer_of(name: str) -> str | None:
 
 
 def is_unfinished_mark(name: str) -> bool:
-    """Whether this is what a process that was killed while it wrote a mark may have left."""
+    """Tell whether a process that was killed while it wrote a mark may have left a file of this
+    name."""
     return _MARK_ASIDE.fullmatch(name) is not None
 
 
 def is_ours(name: str) -> bool:
-    """Whether any file of a store can have this name; `MARK` and `LIVE`, which go last, apart."""
+    """Tell whether any file of a store can have this name; `MARK` and `LIVE`, which go last,
+    apart."""
     patterns = (_SEALED, _FREE, _WRITING, _DONE, _MARK_ASIDE)
     return name in (POOL_LOCK, FETCH_LOCK) or any(p.fullmatch(name) for p in patterns)
 
 
 def is_own_file(status: os.stat_result) -> bool:
-    """Whether this, by `lstat`, is a regular file of this user, and so no link either."""
+    """Tell whether this, by `lstat`, is a regular file of this user, and so no link either."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
@@ -109,10 +111,11 @@ _FORMAT = "earl.store/1"
 
 @dataclass(frozen=True)
 class StoreMark:
-    """What a mark says. run_directory: of the run whose store it is; None where no run owns it.
+    """The content of a store's mark.
 
-    device: number of the file system that the run directory lies on; None in an older mark. time:
-    when the run last claimed it, in seconds since 1970.
+    run_directory: of the run whose store it is; None where no run owns it. device: number of the
+    file system that the run directory lies on; None in an older mark. time: when the run last
+    claimed it, in seconds since 1970.
     """
 
     run_directory: Path | None
@@ -222,7 +225,7 @@ class PoolDirectory:
             make_store(self.directory)
 
     def is_marked(self) -> bool:
-        """Whether it is a store of ours, so that files may be removed from it."""
+        """True when the directory is a store of ours, so that files may be removed from it."""
         try:
             status = os.lstat(self.directory)
         except OSError:
@@ -350,7 +353,7 @@ def size_class(size: int) -> int:
 
 
 def is_whole_segment(status: os.stat_result) -> bool:
-    """Whether this is a segment with all its pages; others are removed, not recycled.
+    """Tell whether this is a segment with all its pages; others are removed, not recycled.
 
     Segments carry the sticky bit, which the kernel ignores on files. One whose process was killed
     while pages were allocated has holes: writing to it could be SIGBUS.

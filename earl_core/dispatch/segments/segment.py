@@ -26,7 +26,7 @@ POISON = 0xA5
 class Segment:
     """A segment in state writing, owned by this process until it is sealed or abandoned.
 
-    As a context manager it is abandoned at the end unless it was sealed.
+    As a context manager, it is abandoned at the end unless it was sealed.
     """
 
     def __init__(
@@ -214,7 +214,8 @@ class WritableMappings:
             each.close()
 
     def forget_parent(self) -> None:
-        """In a forked child: its own cache, without the lock that a thread may have held."""
+        """Start, in a forked child, a cache of its own, without the lock that a thread may have
+        held."""
         self._lock = threading.Lock()
         self._idle = OrderedDict()
 

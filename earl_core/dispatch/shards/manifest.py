@@ -41,7 +41,7 @@ Span = tuple[NonNegativeInt, NonNegativeInt]
 
 
 class ColumnRange(_Record):
-    """Where one column's buffers lie in the shard's file."""
+    """Places of one column's buffers in the shard's file."""
 
     dtype: str = Field(pattern=r"^(int8|uint8|int16|int32|int64|float32|float64|string)$")
     values: Span
@@ -84,7 +84,7 @@ class ShardEntry(_Record):
         pattern=r"^([0-9a-f]{16})?$", description="xxh3_64 of the block table; empty while pending"
     )
     _pending: Future[str] | None = PrivateAttr(default=None)
-    """In the process that wrote the shard: the checksum that is being computed."""
+    """The checksum that is being computed, in the process that wrote the shard."""
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class ShardEntry(_Record):
         return digest.intdigest()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's; nothing computed of the old numbers vouches for new ones."""
+        """Copy as pydantic does, without the values that were computed of the old numbers."""
         copied = super().model_copy(update=update, deep=deep)
         for name in ("ids", "lengths", "layout"):
             copied.__dict__.pop(name, None)
@@ -168,7 +168,7 @@ _Format = Literal["earl.manifest/3"]
 
 
 class Manifest(_Record):
-    """What one stage or step of one iteration produced.
+    """The product of one stage or step of one iteration.
 
     A worked example: one entry of a rollout, of two samples with 5 and 3 tokens (only two of its
     columns are shown; numbers are bytes from the start of the file, as start and length):
@@ -190,7 +190,10 @@ class Manifest(_Record):
     iteration: int = Field(ge=0)
     stage: str
     key: str = Field(description="what must be equal for the stage to count as finished")
-    policy_version: int = Field(ge=0, description="the weights that the stage started from")
+    policy_version: int = Field(
+        ge=0,
+        description="the weights that were played, trained or published, or that played its data",
+    )
     shards: tuple[ShardEntry, ...] = ()
     outputs: dict[str, Any] = Field(default_factory=dict, description="small results, JSON")
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -237,7 +240,7 @@ def write_manifest(path: Path, manifest: Manifest) -> Manifest:
 
 
 def sealed_path(run_directory: Path, iteration: int, stage: str) -> Path:
-    """Where the sealed manifest of a stage lies."""
+    """Return the path of a stage's sealed manifest."""
     return run_directory / "iterations" / f"{iteration:06d}" / f"{stage}.json"
 
 

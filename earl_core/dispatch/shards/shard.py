@@ -192,7 +192,7 @@ BLOCK_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a manifest says about a shard's file that lets its bytes be checked.
+    """The part of a manifest by which a shard's bytes are checked.
 
     body and checksums: start and length in bytes. checksum: xxh3_64 of the block table, in hex.
     layout: what the table says of rows, lengths and columns.
@@ -209,7 +209,8 @@ class Proof:
 
     @classmethod
     def of(cls, entry: ShardEntry) -> Proof:
-        """From a manifest's entry. Raises `ManifestError` while the checksum is pending."""
+        """Make the proof of a manifest's entry. Raises `ManifestError` while the checksum is
+        pending."""
         if not entry.checksum:
             raise ManifestError(
                 f"the shard {entry.file} has no checksum yet, so its bytes cannot be proved to "
@@ -219,7 +220,7 @@ class Proof:
 
 
 Checksummed = ShardEntry | Proof
-"""What says enough of a shard to verify it."""
+"""A description of a shard that suffices to verify it."""
 
 
 def table_bytes(body_length: int) -> int:
@@ -301,7 +302,8 @@ def _table_checksum(memory: memoryview, table: Span) -> str:
 
 
 _threads: dict[int, ThreadPoolExecutor] = {}
-"""By process, because a forked child has none of its parent's threads."""
+"""Threads that compute checksums, by process, because a forked child has none of its parent's
+threads."""
 
 
 def in_background(job: Callable[[], str]) -> Future[str]:

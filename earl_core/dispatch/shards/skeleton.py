@@ -6,8 +6,8 @@
     gap      of any size; holds the block table
     footer   at the very end of the file
 
-pyarrow writes a batch of one row; its record batch message and footer are then told the real
-number of rows and places of buffers. Those are fixed-size fields of flatbuffers, so the messages
+pyarrow writes a batch of one row; its record batch message and footer are then told the real number
+of rows and places of buffers. These numbers are fixed-size fields of flatbuffers, so the messages
 keep their size, and the work does not depend on the size of the data.
 """
 
@@ -58,7 +58,7 @@ class Skeleton:
         return replace(self, prefix=swapped[0], footer=swapped[1])
 
     def table(self, size: int, length: int) -> Span:
-        """Where a table of `length` bytes lies in a file of `size` bytes: before the footer."""
+        """Place a table of `length` bytes in a file of `size` bytes: before the footer."""
         start = (size - len(self.footer) - length) // 8 * 8
         return start, length
 
@@ -169,7 +169,7 @@ def _axes(
 
 @lru_cache(maxsize=64)
 def _example_file(schema_bytes: bytes, metadata: tuple[tuple[str, str], ...]) -> bytes:
-    """What pyarrow writes for one row of a serialised schema with this metadata."""
+    """Write, with pyarrow, a file of one row of a serialised schema with this metadata."""
     schema = pa.ipc.read_schema(pa.py_buffer(schema_bytes)).with_metadata(dict(metadata))
     arrays = [pa.array([_example(field)], type=field.type) for field in schema]
     sink = pa.BufferOutputStream()
@@ -266,7 +266,7 @@ def _follow(flatbuffer: bytearray, at: int) -> int:
 
 
 def _field(flatbuffer: bytearray, table: int, number: int) -> int:
-    """Where field `number` of a table is stored."""
+    """Return the offset at which field `number` of a table is stored."""
     vtable = table - _int32(flatbuffer, table)
     (size,) = struct.unpack_from("<H", flatbuffer, vtable)
     slot = 4 + 2 * number

@@ -134,7 +134,7 @@ class ShardStore:
     # Reading
 
     def path(self, entry: ShardEntry) -> Path:
-        """Where an entry's file lies; the entry's name cannot leave the directory."""
+        """Return the path of an entry's file; the entry's name cannot leave the directory."""
         return self.directory / entry.file
 
     def open(self, entry: ShardEntry, verify: bool = False) -> Mapped:

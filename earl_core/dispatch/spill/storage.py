@@ -6,8 +6,8 @@ there. A shard that is restored is compared with its block table, whose checksum
 The folder carries a mark of ours, its first object. Only where it does, and only plain objects with
 the name of a shard, are removed or written over: whatever else lies there belongs to others.
 
-An object may be torn by a crash while it was written (local disk is not atomic). That is harmless:
-its size decides whether it counts as written, its checksums whether its bytes are used.
+An object may be torn by a crash while it was written (local disk is not atomic). A torn object is
+harmless: its size decides whether it counts as written, its checksums whether its bytes are used.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Spill:
         self._prepared = True
 
     def _own_objects(self) -> dict[str, bool]:
-        """Whether each object is a shard of ours; empty when the folder is not there."""
+        """Map each object to true if it is a shard of ours; empty when the folder is not there."""
         there = self._objects()
         if there and not self._is_marked(there):
             raise self._foreign()
@@ -167,7 +167,7 @@ class Spill:
         return bool(self._storage.cat_file(f"{self._root}/{_MARK}") == self._mark)
 
     def _objects(self) -> dict[str, dict[str, Any]]:
-        """What fsspec tells of each object in the folder, by name."""
+        """Return what fsspec tells of each object in the folder, by name."""
         self._storage.invalidate_cache()
         try:
             found = self._storage.ls(self._root, detail=True)
@@ -245,6 +245,6 @@ class Spill:
 
 
 def _is_plain(info: dict[str, Any]) -> bool:
-    """Whether this is an object, and on a file system one of this user and no link."""
+    """Tell whether this is an object, and on a file system one of this user and no link."""
     own = info.get("uid", os.geteuid()) == os.geteuid()
     return info["type"] == "file" and not info.get("islink") and own

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.trial.plays import Difference, Played, difference, play, replay
 from earl_core.environments.trial.usage import Usage, processor_seconds, settled_usage
 
@@ -19,7 +19,7 @@ _SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen of an environment.
+    """Observations of an environment.
 
     deterministic, concurrent, wants_policy, characters: what the class says of itself. played: the
     first plays, one after the other. again, beside, elsewhere: the first difference of the same

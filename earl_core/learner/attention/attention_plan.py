@@ -1,4 +1,5 @@
-"""Which tokens of a pack attend to which, and in which calls: planned once per pack, on the host.
+"""Plan of the tokens of a pack that attend to each other, and of the calls: made once per pack, on
+the host.
 
 Samples of similar length share one batched call; right padding needs no mask there, because causal
 attention never looks to the right. Tokens that several samples begin with lie in the pack once
@@ -17,14 +18,14 @@ import torch
 
 from earl_core.learner.attention.context_parallel import PackExchange
 from earl_core.learner.data.packing import PrefixTree, cut_tree, separate
-from earl_core.learner.rows import Rows
+from earl_core.learner.shared_rows import Rows
 
 # Longer samples amortise a call of their own, so padding them together only costs.
 _NO_PADDING_FROM = 512
 
 
 def kernel_calls_wanted(device: torch.device) -> bool:
-    """Whether calls of the varlen kernel are worth planning on this device."""
+    """Tell whether calls of the varlen kernel are worth planning on this device."""
     return device.type != "cpu"
 
 
@@ -59,7 +60,7 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class SampleBoundaries:
-    """Which tokens of a pack see which, made once per pack on the host.
+    """The tokens of a pack that see each other, planned once per pack on the host.
 
     tokens: T, at least 1, because models take no empty sequence.
     cu_seqlens: int32 [runs + 1], on the device; without shared prefixes a run is a sample.

@@ -6,8 +6,8 @@ late ones, which attend to much. Everything but attention works token by token. 
 has the queries of its own tokens and all ranks' keys and values, which are gathered layer by layer;
 their gradients are summed back to the ranks that the keys came from.
 
-What a rank keeps until the backward pass is O(T / c): the gathered keys and values of a layer are
-dropped after its attention and gathered again when its backward pass begins.
+A rank keeps O(T / c) until the backward pass: the gathered keys and values of a layer are dropped
+after its attention and gathered again when its backward pass begins.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ContextGroup:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Where a pack is cut: stretch i is [edges[i], edges[i + 1]), 2c of them for c ranks."""
+    """The places where a pack is cut: stretch i is [edges[i], edges[i + 1]), 2c of them for c
+    ranks."""
 
     edges: tuple[int, ...]
 
@@ -133,13 +134,15 @@ class PackExchange:
         return received.sum(0)
 
     def _start(self, rank: int, *, late: bool, most: int) -> int:
-        """Where a stretch of a rank begins among all ranks' rows, padded to `most` each."""
+        """Return the row at which a stretch of a rank begins among all ranks' rows, padded to
+        `most` each."""
         first, stop = self.cut.stretches(rank)[0]
         return rank * most + (stop - first if late else 0)
 
 
 def _collective(name: str, before: str) -> Callable[..., object]:
-    """By its name since torch 2.13 or the one before, of which torch then warns."""
+    """Return torch's collective, by its name since torch 2.13 or the one before, of which torch
+    then warns."""
     found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
     return found
 
@@ -209,7 +212,8 @@ def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) 
 
 @dataclass(frozen=True)
 class TrainedGather:
-    """How a microbatch's trained tokens come together again; see `PackShare`, on the device."""
+    """The order in which a microbatch's trained tokens come together again; see `PackShare`, on the
+    device."""
 
     place: ContextGroup
     trained: torch.Tensor
@@ -282,7 +286,7 @@ def attend_to_all_ranks(
 
 
 def _hooked() -> bool:
-    """Whether someone else's hooks take what autograd saves."""
+    """Tell whether someone else's hooks take the tensors that autograd saves."""
     try:
         with disable_saved_tensors_hooks("unused"):
             return False

@@ -1,4 +1,4 @@
-"""Which kernels attend on a GPU: chosen once, by what the device and the installation have.
+"""Choice of the kernels that attend on a GPU, made once by the device and the installation.
 
 Packs go to torch's varlen kernel: flash attention 2, or 3 on Hopper where the package
 `flash_attn_3` is installed. Without that, packs that are long samples of one length, and no more,
@@ -28,7 +28,7 @@ _CUDNN = 91501
 
 @dataclass(frozen=True)
 class Found:
-    """What the choice depends on.
+    """The facts that the choice depends on.
 
     capability: of the device, (major, minor). cudnn: its version as one number, such as 91501; 0:
     none. flash_3: whether flash attention 3 is installed. varlen: whether torch has a varlen kernel

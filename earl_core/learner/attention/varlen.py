@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from earl_core.learner.attention import varlen_cuda, varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import attend_to_all_ranks
-from earl_core.learner.rows import deal
+from earl_core.learner.shared_rows import deal
 from earl_core.pretrained.huggingface import AttentionInterface
 from earl_core.system.errors import ConfigError
 

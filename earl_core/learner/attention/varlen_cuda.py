@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from earl_core.learner.attention.kernels import kernels_of, use_flash, varlen_options
-from earl_core.learner.rows import deal
+from earl_core.learner.shared_rows import deal
 
 if TYPE_CHECKING:
     from earl_core.learner.attention.attention_plan import KernelCall, SampleBoundaries
@@ -22,8 +22,8 @@ _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a varlen kernel takes these tensors: CUDA, half precision, a head size up to 256 that
-    is a multiple of 8."""
+    """Tell whether a varlen kernel takes these tensors: CUDA, half precision, a head size up to 256
+    that is a multiple of 8."""
     return (
         query.device.type == "cuda"
         and value.dtype in (torch.bfloat16, torch.float16)
@@ -81,7 +81,8 @@ def attend_alike(
     more = -length % step
 
     def batched(states: torch.Tensor) -> torch.Tensor:
-        """As they lie, which is how cuDNN wants them: [count, heads, length, dim]."""
+        """View the states as they lie, which is how cuDNN wants them: [count, heads, length,
+        dim]."""
         batch = states.reshape(count, length, *states.shape[1:])
         return (F.pad(batch, (0, 0, 0, 0, 0, more)) if more else batch).transpose(1, 2)
 

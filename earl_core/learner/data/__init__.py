@@ -1,1 +1,1 @@
-"""From shards to packed microbatches."""
+"""Packed microbatches made of shards."""

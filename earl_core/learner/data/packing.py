@@ -1,4 +1,4 @@
-"""From samples to packed microbatches that share prefixes: pure functions over numpy arrays.
+"""Packing of samples into microbatches that share prefixes: pure functions over numpy arrays.
 
 A microbatch is a flat sequence of whole samples. Nothing is padded and nothing is truncated: a
 sample, or an episode that must stay whole, that exceeds the budget gets a microbatch of its own.
@@ -299,7 +299,7 @@ class PrefixTree:
         return np.concatenate(parts[::-1])
 
     def positions(self, sample: int) -> np.ndarray:
-        """Where each token of a sample lies in the pack, int64 [tokens of the sample]."""
+        """Return the places of a sample's tokens in the pack, int64 [tokens of the sample]."""
         return self.path(self.last_run[sample])
 
 

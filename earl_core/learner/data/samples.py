@@ -1,4 +1,4 @@
-"""Between shards and training samples: each rank's rows, as views into shared memory; minibatches.
+"""Training samples from shards: each rank's rows, as views into shared memory; minibatches.
 
 Every rank makes the same plan from the manifests and reads its own rows from it, and only the
 columns it needs. Ranks of one replica (context x tensor) read the same rows, whole: tensor ranks
@@ -19,8 +19,8 @@ from earl_core.algorithms.aggregation import Totals
 from earl_core.deployment.shapes import ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest
-from earl_core.dispatch.reads.batch import Sources, join
 from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
+from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.run.worker import PlanReads
@@ -90,12 +90,12 @@ class RankReader:
         split: Split | None = None,
         link_bytes: float = 0.0,
     ) -> DispatchPlan:
-        """Who reads what; equal on all ranks. split: into parts that are balanced one by one.
-        link_bytes: see `Layout`.
+        """Plan the rows that each rank reads; equal on all ranks. split: into parts that are
+        balanced one by one. link_bytes: see `Layout`.
 
-        An episode is whole on one replica, so that losses over whole episodes are. So is a group
-        if that keeps the replicas as even as the layout asks: its episodes begin alike, and what
-        they share is computed once.
+        An episode is whole on one replica, so that losses over whole episodes are. So is a group if
+        that keeps the replicas as even as the layout asks: its episodes begin alike, and the tokens
+        that they share are computed once.
         """
         there = {name for manifest in manifests for name in manifest.column_names()}
         sources = join(manifests, [name for name in columns if name in there])
@@ -182,9 +182,8 @@ def training_samples(
 
 
 def _current_tokens(batch: Batch, policy_version: int) -> list[np.ndarray] | None:
-    """For each row uint8 [L], 1 in the turns that this policy alone has answered; None when that
-    is every turn.
-    """
+    """Mark the tokens of each row, uint8 [L], with 1 in the turns that this policy alone has
+    answered; None when that is every turn."""
     answered = []
     for row in range(len(batch)):
         first, last = (batch.row(name, row) for name in _VERSIONS[1:])
@@ -217,7 +216,8 @@ class Minibatch:
 
 
 def sample_table(samples: Sequence[TrainingSample]) -> np.ndarray:
-    """What a split knows of samples, int64 [rows, 4]: sample, group, episode, trained tokens."""
+    """Tabulate the facts that a split needs of samples, int64 [rows, 4]: sample, group, episode,
+    trained tokens."""
     rows = [
         (each.sample_id, each.group_id, each.episode_id, np.count_nonzero(each.loss_mask))
         for each in samples

@@ -44,16 +44,16 @@ ALONE = StageDeployment("update")
 """One rank."""
 
 _TIMEOUT = timedelta(minutes=30)
-"""After that long a collective that others have left waiting fails."""
+"""Time after which a collective that others have left waiting fails."""
 
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 @dataclass(eq=False)
 class UpdateMesh:
-    """What one rank knows of the mesh it is in.
+    """One rank's view of the mesh it is in.
 
-    deployment: what it was made for, of which only the axes count here. device_mesh: dimensions
+    deployment: the one it was made for, of which only the axes count here. device_mesh: dimensions
     `AXES`; None for a single rank, which has no process group. hosts: of each rank, if they are on
     several.
     """
@@ -68,28 +68,28 @@ class UpdateMesh:
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
-        """Of this rank along each of `AXES`."""
+        """Coordinates of this rank along each of `AXES`."""
         replica, shard, context, tensor = np.unravel_index(self.rank, self.deployment.axes)
         return int(replica), int(shard), int(context), int(tensor)
 
     @property
     def data_rank(self) -> int:
-        """Which data-parallel replica this rank is in."""
+        """Number of the data-parallel replica that this rank is in."""
         return self.coordinates[0] * self.deployment.shard + self.coordinates[1]
 
     @property
     def context_rank(self) -> int:
-        """Which part of each pack's tokens this rank computes."""
+        """Number of the part of each pack's tokens that this rank computes."""
         return self.coordinates[2]
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of each matrix this rank holds."""
+        """Number of the part of each matrix that this rank holds."""
         return self.coordinates[3]
 
     @property
     def leader(self) -> bool:
-        """Whether this rank speaks for its replica."""
+        """True on the rank that speaks for its replica."""
         return self.context_rank == 0 and self.tensor_rank == 0
 
     def group(self, name: GroupName) -> ProcessGroup | None:
@@ -106,8 +106,8 @@ class UpdateMesh:
 
     @property
     def parameter_mesh(self) -> DeviceMesh:
-        """What FSDP2 shards parameters over: (copies of them,) parts. With a single part a mesh of
-        this rank alone, whatever copies there are."""
+        """Mesh over which FSDP2 shards parameters: (copies of them,) parts. With a single part a
+        mesh of this rank alone, whatever copies there are."""
         from torch.distributed.device_mesh import DeviceMesh
 
         if self.device_mesh is None:
@@ -221,7 +221,8 @@ def _process_state(ranks: int) -> tuple[torch.device, int]:
 
 
 def _mesh_of_one(device: torch.device) -> DeviceMesh:
-    """For what wants a mesh where nobody is to be reached: its group connects to nothing."""
+    """Make a mesh for code that wants one where nobody is to be reached: its group connects to
+    nothing."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 

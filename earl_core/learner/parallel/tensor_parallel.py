@@ -3,8 +3,8 @@
 Which matrix is split by columns and which by rows is the model's own plan (`base_model_tp_plan` of
 its configuration). Embedding and output layer are split over the vocabulary. Between the matrices,
 where tokens do not meet, each rank has some of the tokens: norms and the sums along the layers
-(sequence parallelism, as in arXiv 2205.05198). What is split otherwise is gathered before a layer's
-first matrices and summed to its owners after its last ones.
+(sequence parallelism, as in arXiv 2205.05198). Tensors that are split otherwise are gathered before
+a layer's first matrices and summed to their owners after its last ones.
 
 Parameters that are cut are DTensors, so that FSDP2 can cut them again. The parameters between are
 plain, whole on every rank, and get from each the gradient of its tokens or heads: their sum is
@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from earl_core.config.feasibility import tensor_degrees, tensor_problem
 from earl_core.deployment.shapes import ModelShape
-from earl_core.learner.head import decoder_of, head_of
+from earl_core.learner.lm_head import decoder_of, head_of
 from earl_core.learner.parallel.token_parts import TokenParts
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard, own_part
 from earl_core.pretrained.huggingface import PreTrainedModel
@@ -78,7 +78,7 @@ def check_degree(model: PreTrainedModel, degree: int) -> None:
 
 
 def _unsplittable(model: PreTrainedModel) -> str:
-    """Why no degree works, whatever its sizes; empty when one may."""
+    """Return the reason why no degree works, whatever its sizes; empty when one may."""
     plan = _plan(model)
     if not plan:
         return "transformers has no plan for it (base_model_tp_plan)"
@@ -122,9 +122,9 @@ def _entered(styles: dict[str, str]) -> set[str]:
 
 
 def _unplanned(decoder: nn.Module, styles: dict[str, str]) -> list[str]:
-    """What has parameters that the plan does not say how to split, and that does not take token by
-    token between the matrices, as norms do; but for the embedding. Gradients would be wrong.
-    """
+    """List the modules with parameters that the plan does not say how to split, and that do not
+    take token by token between the matrices, as norms do; but for the embedding. Gradients would be
+    wrong."""
     inside = tuple(f"{name}." for name in _entered(styles))
     embedding = cast(PreTrainedModel, decoder).get_input_embeddings()
     found: list[str] = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenParts:
-    """Of a pack's T tokens each of n ranks has P in a row, those of rank r from r P.
+    """Parts of a pack's T tokens: each of n ranks has P in a row, those of rank r from r P.
 
     ranks: n. rank: this one. group: name of the process group.
     """
@@ -29,7 +29,7 @@ class TokenParts:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> TokenParts:
-        """Of the ranks of a one-dimensional mesh."""
+        """Make the parts of the ranks of a one-dimensional mesh."""
         return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
 
     def missing(self, tokens: int) -> int:

@@ -53,12 +53,14 @@ class VocabularyShard:
         dist.all_reduce(values, group=self.group)
 
     def places(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each id is among this rank's rows (a row of another rank's: 0), and whether."""
+        """Return each id's place among this rank's rows (0 for a row of another rank's), and
+        whether it is one of them."""
         place = ids - self.start
         inside = (place >= 0) & (place < self.rows)
         return place.masked_fill(~inside, 0), inside
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a cut parameter, with the way back of its gradient."""
+    """Return the part of a cut parameter that this rank holds, with the way back of its
+    gradient."""
     return cast(DTensor, parameter).to_local()

@@ -259,7 +259,7 @@ def _dealt(
 
 
 def _file_names(stem: str, count: int) -> list[str]:
-    """As transformers names them."""
+    """Name the files as transformers names them."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]

@@ -1,4 +1,4 @@
-"""What a saved policy has beside its weights: the files of its model directory, as they lie.
+"""Files of a saved policy beside its weights: those of its model directory, as they lie.
 
 Libraries write such files anew in their own way and refuse some that they have read: a generation
 configuration that contradicts itself, settings of sampling in `config.json`. So nothing is written
@@ -29,10 +29,10 @@ _KINDS = frozenset(
 """Endings of files that are neither weights nor for people."""
 _INDEX = ".index.json"
 _LARGEST = 1 << 28
-"""No vocabulary is larger; weights in a format of their own are."""
+"""Largest file that is copied. No vocabulary is larger; weights in a format of their own are."""
 _TEMPLATE = "chat_template.jinja"
 _OTHERS = (_CONFIG, "run.json", "state.json")
-"""What a folder has that is another model's, a run's or a training state's."""
+"""Files that mark a folder as another model's, a run's or a training state's."""
 
 
 def write_model_files(
@@ -41,8 +41,8 @@ def write_model_files(
     """Write all of a model directory but the weights into `policy`, which is empty.
 
     The model knows the directory that it was loaded from, and so does the tokenizer, whose chat
-    template may be another one by now. What was made in memory is written by its library. Raises
-    `ConfigError` for a file that cannot be copied, and the library's errors.
+    template may be another one by now. The library writes the files of a model that was made in
+    memory. Raises `ConfigError` for a file that cannot be copied, and the library's errors.
     """
     lying = _directory(model.config)
     if lying is None:
@@ -65,7 +65,7 @@ def write_model_files(
 
 
 def _directory(config: Any) -> Path | None:
-    """Where the model was loaded from; None: it was made in memory."""
+    """Return the directory that the model was loaded from; None: it was made in memory."""
     path = Path(str(getattr(config, "_name_or_path", "") or "-"))
     return path if (path / _CONFIG).is_file() else None
 

@@ -1,4 +1,5 @@
-"""Who may enter an engine now: a bound on running requests that can change while they run."""
+"""Admission of requests to an engine: a bound on running requests that can change while they
+run."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from contextlib import asynccontextmanager
 class Admission:
     """Lets at most so many requests in at a time, in the order in which they came.
 
-    Of one event loop. Without a limit nobody waits.
+    It belongs to one event loop. Without a limit nobody waits.
     """
 
     def __init__(self) -> None:

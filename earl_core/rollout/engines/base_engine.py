@@ -1,4 +1,4 @@
-"""What every engine does alike: its settings, who is being answered, its totals, its loss."""
+"""The part that all engines share: settings, running requests, totals, loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from earl_core.weights.manifest import WeightsManifest
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What every engine is told.
+    """Settings that every engine gets.
 
     policy_version: of the model directory's weights; None: undefined until `load_weights`.
     max_running_requests: what the engine is built for. max_model_len: in tokens; None: the model's
@@ -54,7 +54,7 @@ class BaseEngine:
         )
 
     def limit_running(self, requests: int) -> None:
-        """See `Engine.limit_running`."""
+        """Note the limit, at most the number that the engine was built for."""
         self._limit = min(requests, self._settings.max_running_requests)
 
     def _check_usable(self, started: object) -> None:

@@ -71,7 +71,7 @@ class Engine(Protocol):
 
     @property
     def lockstep(self) -> bool:
-        """Whether callers should feed whole batches."""
+        """True when callers should feed whole batches."""
 
     @property
     def policy_version(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Whether an engine that lives in other processes failed for lack of memory.
+"""Watch that tells whether an engine in other processes failed for lack of memory.
 
 Its processes tell their parent no more than that they ended. Why stands in what they wrote to the
 log that they share with it, and in the kernel's count of those it killed for memory.
@@ -74,7 +74,7 @@ class MemoryWatch:
             return ""
 
     def with_cause(self, what: str) -> str:
-        """What happened, and the last error in the log since the start."""
+        """Add to the failure the last error in the log since the start."""
         said = last_error(self._logged())
         return f"{what}; its log's last error: {said}" if said else what
 

@@ -212,7 +212,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def common_prefix(cached: list[int], prompt: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Count the tokens that both begin with."""
     if cached == prompt[: len(cached)]:
         return len(cached)
     pairs = zip(cached, prompt, strict=False)

@@ -86,7 +86,8 @@ class TorchEngine(BaseEngine):
         await self._run("loading the model into the torch engine", self._start)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """See `Engine.generate`. Concurrent calls are answered one after another."""
+        """Generate the answers in the engine's thread. Concurrent calls are answered one after
+        another."""
         self._check_usable(self._model)
         self._enter(requests)
         try:
@@ -99,11 +100,13 @@ class TorchEngine(BaseEngine):
             self._leave(requests)
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
-        """See `Engine.cancel`; takes effect after the forward pass that is running."""
+        """Cancel the running requests, as `Engine` wants; takes effect after the forward pass that
+        is running."""
         self._cancelled |= self._running.keys() & set(sequence_ids)
 
     def finish(self, sequence_ids: Collection[int]) -> None:
-        """See `Engine.finish`; during a `generate` it takes effect at that call's end."""
+        """Forget the sequences, as `Engine` wants; during a `generate` it takes effect at that
+        call's end."""
         self._finished.update(sequence_ids)
         if self._lock.acquire(blocking=False):
             try:
@@ -112,7 +115,7 @@ class TorchEngine(BaseEngine):
                 self._lock.release()
 
     async def load_weights(self, manifest: WeightsManifest) -> None:
-        """See `Engine.load_weights`."""
+        """Load the weights into the model in place, as `Engine` wants."""
         self._check_usable(self._model)
         await self._run("loading weights", lambda: self._load_weights(manifest))
 
@@ -134,7 +137,7 @@ class TorchEngine(BaseEngine):
         self._model = None
 
     def statistics(self) -> dict[str, float]:
-        """See `Engine.statistics`; also `cache_bytes` now and `peak_cache_bytes`."""
+        """Return the totals that `Engine` wants; also `cache_bytes` now and `peak_cache_bytes`."""
         totals = dict(self._totals)
         totals["cache_bytes"] = float(self._cache.nbytes)
         totals["peak_cache_bytes"] = float(self._peak_cache_bytes)

@@ -119,7 +119,8 @@ class VllmEngine(BaseEngine):
         self._idle.set()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """See `Engine.generate`. Meant to be called for single requests, concurrently."""
+        """Ask vLLM for each answer by itself. Meant to be called for single requests,
+        concurrently."""
         self._check_alive()
         while not self._open.is_set():
             await self._open.wait()
@@ -146,7 +147,7 @@ class VllmEngine(BaseEngine):
                 self._idle.set()
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
-        """See `Engine.cancel`."""
+        """Abort the requests in vLLM, and give up those that wait for admission."""
         names = [self._running[item] for item in sequence_ids if item in self._running]
         self._cancelled.update(names)
         for name in names:
@@ -154,7 +155,7 @@ class VllmEngine(BaseEngine):
         await self._abort(names, internal=False)
 
     def limit_running(self, requests: int) -> None:
-        """See `Engine.limit_running`.
+        """Let in at most so many requests at a time, as `Engine` wants.
 
         vLLM's scheduler takes its limit when it is built and offers no call that changes it, so
         fewer requests are let in. At the limit that it was built for it has all of them, because it
@@ -165,10 +166,10 @@ class VllmEngine(BaseEngine):
         self._admission.limit(None if whole else self._limit)
 
     def finish(self, sequence_ids: Collection[int]) -> None:
-        """Nothing to do: vLLM evicts the blocks that were used longest ago when it needs room."""
+        """Do nothing: vLLM evicts the blocks that were used longest ago when it needs room."""
 
     async def load_weights(self, manifest: WeightsManifest) -> None:
-        """See `Engine.load_weights`."""
+        """Replace the weights in vLLM's workers while no request runs, as `Engine` wants."""
         self._check_alive()
         await asyncio.to_thread(self._matched, manifest, self._parameters)
         async with self._no_requests():
@@ -231,7 +232,8 @@ class VllmEngine(BaseEngine):
             await asyncio.to_thread(shutil.rmtree, self._sockets, ignore_errors=True)
 
     def statistics(self) -> dict[str, float]:
-        """See `Engine.statistics`; `peak_memory_bytes` is that of vLLM's processes."""
+        """Return the totals that `Engine` wants; `peak_memory_bytes` is that of vLLM's
+        processes."""
         totals = dict(self._totals)
         peak = resident_peak_bytes(self.pids())
         if peak:

@@ -87,8 +87,9 @@ def prepare(scratch: Path, ranks: int, threads: int) -> None:
 
 
 def preload_plainly(scratch: Path) -> None:
-    """Where the packages lie in a folder whose path LD_PRELOAD cannot hold, preload through links
-    in `scratch` what vLLM would preload from there: it takes what it finds there already."""
+    """Preload the libraries that vLLM would preload, through links in `scratch`, where the packages
+    lie in a folder whose path LD_PRELOAD cannot hold: vLLM takes the libraries that it finds there
+    already."""
     import torch
 
     packages = Path(torch.__file__).parent.parent
@@ -190,8 +191,8 @@ def engine_arguments(
 
 
 def platform_arguments(settings: VllmConfig, running: int) -> dict[str, Any]:
-    """Those of the arguments whose defaults follow from the platform: graphs and compilation, and
-    the KV cache. running: most sequences at a time."""
+    """Return the arguments whose defaults follow from the platform: graphs and compilation, and the
+    KV cache. running: most sequences at a time."""
     from vllm.platforms import current_platform
 
     on_cpu, block = current_platform.is_cpu(), settings.block_size

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: replacing the weights of a live engine.
+"""Extension of vLLM's worker processes that replaces the weights of a live engine.
 
 vLLM mixes `PolicyWeights` into its worker (`worker_extension_cls`). Three things that
 `reload_weights` of vLLM 0.32 leaves open are closed here: it only logs parameters that did not
@@ -29,7 +29,7 @@ _SPIN_SECONDS = 0.02
 
 
 def _spin_briefly() -> None:
-    """On a CPU, let a worker that has nothing to do sleep soon.
+    """Let a worker on a CPU that has nothing to do sleep soon.
 
     Otherwise it takes a core from the first second of the update, whose threads wait for each
     other: 12 % of the core-seconds of an update of four seconds on two cores. Not before the first
@@ -88,7 +88,7 @@ class PolicyWeights:
         return {"digest": manifest.digest, "parameters": len(loaded), "head_error": error}
 
     def earl_give_back(self) -> None:
-        """On a CPU give the pages of weights and KV cache back; no request may run, and
+        """Give the pages of weights and KV cache back on a CPU; no request may run, and
         `earl_load_weights` must follow."""
         model = self.model_runner.get_model()
         for layer in model.modules():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.system.errors import EarlError
 
 LARGE = 2**15
@@ -36,7 +36,8 @@ class Aside:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="large requests")
 
     async def run(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises. When this is cancelled, it is not begun."""
+        """Run the function in the thread; returns or raises what it does. When this is cancelled,
+        it is not begun."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def chat(self) -> ChatTokenizer:
@@ -46,7 +47,7 @@ class Aside:
         return self._own
 
     def close(self) -> None:
-        """What is under way is not waited for."""
+        """Cancel the functions that wait; one under way is not waited for."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -55,7 +55,8 @@ def check_encodable(value: Any, path: str) -> None:
 
 
 def characters(value: Any) -> int:
-    """Of all texts in a value of JSON, keys and the digits of numbers among them."""
+    """Count the characters of all texts in a value of JSON, keys and the digits of numbers among
+    them."""
     return sum(len(text) + 1 for _, text in _texts(value, ""))
 
 

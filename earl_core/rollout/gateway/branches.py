@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.engines.engine import Completion
-from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.trajectory.samples import Sample, anchor_of, derive_seed
 
 _RENDERED = "rendered by the client"
-"""In the place of the tools of a branch."""
+"""Mark in the place of the tools of a branch."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Placing:
 
     @classmethod
     def rendered(cls, branch: Branch, given: list[int], sample: Sample | None) -> Placing:
-        """Of a client's own tokens."""
+        """Make the placing of a client's own tokens."""
         placing = cls(branch, [], [], NO_TOOLS, None, sample is not None)
         placing._given, placing._sample, placing._observation = given, sample, ""
         return placing
@@ -162,11 +162,11 @@ class Branches:
 
     @property
     def samples(self) -> list[Sample]:
-        """Of all branches, in their order."""
+        """List the samples of all branches, in their order."""
         return [sample for branch in self.all for sample in branch.samples]
 
     def place(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Placing:
-        """Where these messages go on; its branch is busy until `answer` or `give_up`."""
+        """Find the branch on which these messages go on; it is busy until `answer` or `give_up`."""
         said = [_compared(message) for message in messages]
         branch, at = self._longest(said, tools.key)
         if branch is None:
@@ -283,7 +283,7 @@ def _compared(message: Message) -> Message:
 
 
 def _key(messages: Sequence[Message], tools: str) -> tuple[str, ...]:
-    """What the draws of a branch depend on."""
+    """Return the key on which the draws of a branch depend."""
     texts = [tools] if tools else []
     for each in messages:
         texts += [each["role"], each["content"]]
@@ -293,8 +293,9 @@ def _key(messages: Sequence[Message], tools: str) -> tuple[str, ...]:
 
 
 def _told(messages: Sequence[Message]) -> list[Message]:
-    """What a request lets its answer observe: what follows the last answer in it, and what the
-    policy is told to be. Agents give answers back as they like, or not at all."""
+    """Choose the messages of a request that its answer may observe: those that follow the last
+    answer in it, and those that say what the policy is to be. Agents give answers back as they
+    like, or not at all."""
     answers = [at for at, each in enumerate(messages[:-1]) if each["role"] == "assistant"]
     since = answers[-1] + 1 if answers else 0
     return [each for at, each in enumerate(messages) if at >= since or each["role"] == "system"]

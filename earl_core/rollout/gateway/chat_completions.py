@@ -1,8 +1,8 @@
 """OpenAI's chat completions as JSON: what of a request counts, and the replies.
 
 Sampling is the run's: an agent is trained on what its policy samples at `rollout.temperature`, so a
-request's own temperature, top_p, seed and penalties count for nothing. What would change the answer
-in a way that cannot be ignored is refused.
+request's own temperature, top_p, seed and penalties count for nothing. A field that would change
+the answer in a way that cannot be ignored is refused.
 https://platform.openai.com/docs/api-reference/chat
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 
 from earl_core.environments.base import FunctionCall, Message, ToolCall
 from earl_core.environments.tools.toolbox import check_schema
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.gateway.bodies import characters, check_encodable
 from earl_core.rollout.gateway.refusals import invalid
 from earl_core.rollout.gateway.session import Answer
-from earl_core.rollout.tool_calls import NO_TOOLS, Tools
 from earl_core.system.errors import ConfigError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -36,7 +36,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {"response_format": ({"type": "text"},)}
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What counts of a request. token_ids, logprobs: whether the reply has them."""
+    """The parts of a request that count. token_ids, logprobs: whether the reply has them."""
 
     messages: list[Message]
     tools: Tools
@@ -49,8 +49,8 @@ class ChatRequest:
 
     @property
     def characters(self) -> int:
-        """Of all that the prompt may hold: every field of its messages, the tools' schemas, and the
-        token or more that a template puts around each message."""
+        """Count the characters of all that the prompt may hold: every field of its messages, the
+        tools' schemas, and the token or more that a template puts around each message."""
         said = sum(len(each["content"]) + _AROUND for each in self.messages)
         # `name`, ids and the calls, too.
         beside = (
@@ -268,7 +268,7 @@ def logprobs(answer: Answer) -> dict[str, Any]:
 
 
 def spans(answer: Answer) -> list[dict[str, int]]:
-    """Which policy versions sampled which tokens."""
+    """List the policy versions, each with the tokens that it sampled."""
     return [span._asdict() for span in answer.completion.spans]
 
 

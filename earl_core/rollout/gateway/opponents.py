@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import live_slots, play
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.gateway import Gateway
@@ -26,7 +26,8 @@ from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
 _PATIENCE_SHARE = 0.25
-"""Of a step's deadline: an environment that hangs does not cost those that wait with it theirs."""
+"""Share of a step's deadline: an environment that hangs does not cost those that wait with it
+theirs."""
 
 
 async def play_against_policy(
@@ -39,7 +40,7 @@ async def play_against_policy(
     meter: LoadMeter | None = None,
     slots: asyncio.Semaphore | None = None,
 ) -> list[Episode]:
-    """As `agent_loop.play`, for a pool that `wants_policy`."""
+    """Play the episodes as `agent_loop.play` does, for a pool that `wants_policy`."""
     meter = meter or LoadMeter(len(specs))
     slots = slots or live_slots(settings, len(specs))
     if engine.lockstep:
@@ -79,7 +80,7 @@ class _Table:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """See `EnvironmentPool`, as for all that follows."""
+        """Tools of the pool."""
         return self._pool.tools
 
     async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]:
@@ -91,17 +92,17 @@ class _Table:
             return await self._pool.reset(episode_id, prompt, seed, self.gateway.address(session))
 
     async def step(self, episode_id: int, text: str) -> StepResult:
-        """What it asks the policy meanwhile is no time of the environment's own."""
+        """Step in the pool; waits for the policy's answers are no time of the environment's own."""
         async with self._call(episode_id):
             return await self._pool.step(episode_id, text)
 
     async def use_tools(self, episode_id: int, message: Message) -> StepResult:
-        """See `step`."""
+        """Use the tools of the pool; waits for the policy's answers count as in `step`."""
         async with self._call(episode_id):
             return await self._pool.use_tools(episode_id, message)
 
     async def close(self, episode_id: int) -> None:
-        """Later requests of the environment are refused."""
+        """Close the episode and its session; later requests of the environment are refused."""
         await self._leave(episode_id)
         await self._pool.close(episode_id)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.gateway.refusals import refused
 from earl_core.rollout.gateway.session import Answer
 from earl_core.rollout.rollout_load import LoadMeter
@@ -63,7 +63,7 @@ class Growth:
 
     @property
     def begun(self) -> bool:
-        """Whether there are any."""
+        """True when the answer has tokens."""
         return bool(self._tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class Growth:
         self._tokens += tokens
 
     def piece(self) -> str:
-        """What is known of the answer's text beyond the pieces so far."""
+        """Return the known part of the answer's text beyond the pieces so far."""
         text = self._chat.beginning_of(self._tokens)
         piece = text[len(self.sent) :]
         self.sent += piece

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from earl_core.environments.base import EnvironmentFailed
-from earl_core.environments.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import RETRIES, check_failures, live_slots
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.gateway import Gateway
@@ -33,8 +33,9 @@ async def play_agents(
     meter: LoadMeter | None = None,
     slots: asyncio.Semaphore | None = None,
 ) -> list[Episode]:
-    """As `agent_loop.play`, with agents of the pool (`environments.agent`) instead of environments:
-    what they ask of the gateway makes the episode, what they return is its reward."""
+    """Play the episodes as `agent_loop.play` does, with agents of the pool (`environments.agent`)
+    instead of environments: their requests to the gateway make the episode, and they return its
+    reward."""
     meter = meter or LoadMeter(len(specs))
     slots = slots or live_slots(settings, len(specs))
     episodes: dict[int, Episode] = {}

@@ -1,4 +1,4 @@
-"""How a request is refused."""
+"""Refusals of requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ ERROR_CODE = "x-error-code"
 
 
 def refused(status: int, code: str, message: str) -> HTTPException:
-    """What is raised for a request that is not answered. code: for programs, as OpenAI has them."""
+    """Make the exception of a request that is not answered. code: for programs, as OpenAI has
+    them."""
     return HTTPException(status, message, {ERROR_CODE: code})
 
 
 def invalid(message: str) -> HTTPException:
-    """What is raised for a request with a field that is wrong."""
+    """Make the exception of a request with a field that is wrong."""
     return refused(400, "invalid_request", message)

@@ -1,8 +1,8 @@
 """One agent's conversations with the gateway: budgets, requests to the engine, the episode.
 
 A session is to the gateway what an `EpisodePlayer` is to the built-in agent loop: it says which
-tokens come next, keeps to the budgets and makes the episode. What it answers as the opponent is
-the policy's too, but in no episode.
+tokens come next, keeps to the budgets and makes the episode. Its answers as the opponent are the
+policy's too, but in no episode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat import ChatTokenizer
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest, OnTokens
 from earl_core.rollout.episode_player import PlaySettings, check_overflow
 from earl_core.rollout.gateway.aside import LARGE, Aside, TooManyTokens, check_length
@@ -30,7 +30,8 @@ from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_seed
 
 _MOST_BRANCHES = 2**12
-"""Of a side: the samples of an episode have 16 bits, and a branch may have several."""
+"""Most branches of a side: the samples of an episode have 16 bits, and a branch may have
+several."""
 
 _MOST_OF_A_TOKEN = 32
 """Characters that the tokens of a whole conversation have on average, at most."""
@@ -61,7 +62,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request is answered. finish_reason: stop, length or tool_calls."""
+    """The answer to a request. finish_reason: stop, length or tool_calls."""
 
     message: Message
     finish_reason: str
@@ -119,7 +120,7 @@ class Session:
 
     @property
     def sequence_ids(self) -> list[int]:
-        """Of all branches, in the engine."""
+        """Ids of all branches in the engine."""
         sides = (self._policy, self._opponent)
         return [self._sequence_id(side, one.number) for side in sides for one in side.branches.all]
 
@@ -130,7 +131,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits for its answer."""
+        """True while a request waits for its answer."""
         return self._asking > 0
 
     async def complete(self, call: Call, generate: Generate) -> Answer:
@@ -228,7 +229,8 @@ class Session:
 
     @property
     def most_bytes(self) -> int:
-        """Of a request that the model's context may hold; its JSON may write characters as six."""
+        """Most bytes of a request that the model's context may hold; its JSON may write characters
+        as six."""
         return (1 << 20) + 6 * self._most_characters
 
     def check_tools(self, body: Any) -> None:
@@ -240,7 +242,8 @@ class Session:
             raise self.too_long(told)
 
     def too_long(self, told: str, opponent: bool = False) -> HTTPException:
-        """What is raised for a conversation that the context cannot hold."""
+        """Note that a conversation was cut, and make the exception for one that the context cannot
+        hold."""
         self._note_cut(self._opponent if opponent or not self._trained else self._policy)
         return refused(400, "context_length_exceeded", told)
 

@@ -1,1 +1,1 @@
-"""Which stage deployment is taken: candidates, policies, reasons."""
+"""Choice of stage deployments: candidates, policies, reasons."""

@@ -1,4 +1,4 @@
-"""What changes from one plan to the next and why, in lines for people."""
+"""Changes from one plan to the next and their reasons, in lines for people."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ class StageSwitch(NamedTuple):
 
     @property
     def switched(self) -> bool:
-        """Whether more than the engines' context length differs."""
+        """True when more than the engines' context length differs."""
         return self.before._replace(max_model_len=0) != self.after._replace(max_model_len=0)
 
     @property
     def raised(self) -> bool:
-        """Whether the engines' context length grew."""
+        """True when the engines' context length grew."""
         return self.after.max_model_len > self.before.max_model_len
 
     @property
     def text(self) -> str:
-        """Such as `update: TP 1, microbatch 8192 -> 4096, checkpointing: <reason>`.
+        """The switch in words, such as `update: TP 1, microbatch 8192 -> 4096, checkpointing:
+        <reason>`.
 
         The degree of tensor parallelism is always named, everything else only where it differs.
         """
@@ -87,7 +88,7 @@ def stage_changes(before: DeploymentPlan | None, after: DeploymentPlan) -> list[
 
 
 def infeasible_text(seen: Observation) -> str:
-    """What went wrong with an infeasible stage, and what follows, in one line."""
+    """Describe the failure of an infeasible stage, and the step that follows, in one line."""
     if seen.kind == "context_overflow":
         length = seen.deployment.max_model_len
         built = f" of {length:,} tokens" if length else ""

@@ -1,4 +1,4 @@
-"""What the next iterations are expected to ask of the stages."""
+"""Expected load of the next iterations on the stages."""
 
 from __future__ import annotations
 

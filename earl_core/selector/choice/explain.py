@@ -70,10 +70,10 @@ def ask(shape: ModelShape, hardware: Hardware, load: PlannedLoad) -> SelectionIn
 
 
 class Considered(NamedTuple):
-    """What a choice was made among, whichever policy made it.
+    """The candidates of a choice, whichever policy made it.
 
     predictions: of every stage, best first, ruled-out ones last, the one taken among them.
-    ruled_out: what was not offered. taken: by stage, the prediction of the one taken.
+    ruled_out: candidates that were not offered. taken: by stage, the prediction of the one taken.
     """
 
     plan: DeploymentPlan
@@ -137,18 +137,21 @@ def _source(measured: float) -> str:
     return "measurements" if measured >= 0.5 else "roofline (a guess)"
 
 
-def candidate_rows(choice: Considered, stage: str, limit: int = 12) -> list[Row]:
+_MOST_CANDIDATES = 12
+
+
+def candidate_rows(choice: Considered, stage: str) -> list[Row]:
     """The stage's candidates as a table: the one taken first, then the best others, then ruled-out
-    ones; at most `limit`, of which a quarter is kept for the ruled out."""
+    ones; at most `_MOST_CANDIDATES`, of which a quarter is kept for the ruled out."""
     taken = choice.taken[stage]
     others = [row for row in choice.predictions[stage] if row is not taken]
     alike = _alike([row for row in others if not row.problem])
     usable = [rows[0] for rows in alike]
     refused = _varied([row for row in others if row.problem])
-    kept = min(len(refused), max(limit // 4, limit - 1 - len(usable)))
-    shown = [taken, *usable[: limit - 1 - kept], *refused[:kept]]
+    kept = min(len(refused), max(_MOST_CANDIDATES // 4, _MOST_CANDIDATES - 1 - len(usable)))
+    shown = [taken, *usable[: _MOST_CANDIDATES - 1 - kept], *refused[:kept]]
     table = [_row(row, taken.seconds, row is taken) for row in shown]
-    for line, rows in zip(table[1:], alike[: limit - 1 - kept], strict=False):
+    for line, rows in zip(table[1:], alike[: _MOST_CANDIDATES - 1 - kept], strict=False):
         if len(rows) > 1:
             line["verdict"] = f"{len(rows) - 1} more come to much the same"
     return table
@@ -166,7 +169,7 @@ def _alike(usable: Sequence[Prediction]) -> list[list[Prediction]]:
 
 def _varied(refused: Sequence[Prediction]) -> list[Prediction]:
     """Infeasible candidates so that the first few show all kinds of reasons; reasons are of a kind
-    when they differ in numbers only. What was seen to fail comes first."""
+    when they differ in numbers only. Candidates that were seen to fail come first."""
     kinds: Counter[str] = Counter()
     ranked = []
     for place, row in enumerate(refused):
@@ -218,7 +221,7 @@ def summary(given: SelectionInput) -> Row:
 def outcome_rows(
     given: SelectionInput, plan: DeploymentPlan, seen: Sequence[Observation]
 ) -> list[Row]:
-    """What was predicted of each stage beside what was measured of it."""
+    """List the predictions of each stage beside its measurements."""
     rows = []
     for item in seen:
         predicted = plan.predictions.get(item.stage)
@@ -244,9 +247,9 @@ def comparable_peak(seen: Observation, gpus: int) -> float:
 
 
 def memory_rows(models: Mapping[str, ModelShape], device: DeviceFigures) -> list[Row]:
-    """What the formulas give for well-known shapes, for people to check: one sample of 8K tokens
-    and its update without checkpointing on one device, and an engine at the fewest devices that
-    hold the model. Sizes in GiB."""
+    """Apply the formulas to well-known shapes, for people to check: one sample of 8K tokens and its
+    update without checkpointing on one device, and an engine at the fewest devices that hold the
+    model. Sizes in GiB."""
     return [_memory_row(name, shape, device) for name, shape in models.items()]
 
 

@@ -1,4 +1,4 @@
-"""Which candidate is taken: the policies, and `select`, which asks the configured one.
+"""Policies, which choose among candidates, and `select`, which asks the configured one.
 
 `fixed` moves nothing. `average_context` is the rule of the EARL paper (arXiv 2510.05943): rollout
 only, by the mean context alone. `live_tokens` takes the least predicted time of the whole
@@ -32,7 +32,7 @@ from earl_core.selector.profile.observations import training_rate
 Policy = Callable[[SelectionInput], DeploymentPlan]
 
 Rows = dict[str, list[Prediction]]
-"""By stage."""
+"""Predictions by stage."""
 
 Combination = dict[str, Prediction]
 """One for each stage."""
@@ -177,7 +177,7 @@ def live_tokens(given: SelectionInput) -> DeploymentPlan:
 
 
 def _current(predictor: Predictor, found: Rows) -> Combination:
-    """What runs, predicted under the new load, as far as there is anything."""
+    """Predict the running deployments under the new load, as far as there are any."""
     running = predictor.given.current.stages if predictor.given.current is not None else {}
     return {
         stage: predictor.predict(predictor.candidate_of(running[stage]), predictor.now)
@@ -208,8 +208,9 @@ def _joint(predictor: Predictor, found: Rows, current: Combination) -> Combinati
 
 
 def _configured(predictor: Predictor, found: Rows) -> Combination:
-    """What the configuration names, where it is on offer: a run begins with it unless more than
-    noise speaks for others. A stage that it leaves open has nothing to begin with."""
+    """Return the deployments that the configuration names, where they are on offer: a run begins
+    with them unless more than noise speaks for others. A stage that it leaves open has nothing to
+    begin with."""
     plan = fixed_plan(predictor.given)
     named = [stage for stage in found if not predictor.given.leaves_open(stage)]
     wanted = {predictor.candidate_of(plan[stage]) for stage in named}
@@ -222,7 +223,8 @@ def _configured(predictor: Predictor, found: Rows) -> Combination:
 
 
 def _near(predictor: Predictor) -> bool:
-    """Whether the load is, within noise, still the one that the current plan was chosen for."""
+    """Tell whether the load is, within noise, still the one that the current plan was chosen
+    for."""
     given, now = predictor.given, predictor.now
     basis = given.current.basis if given.current is not None else None
     if basis is None:
@@ -345,4 +347,4 @@ POLICIES: dict[str, Policy] = {
     "average_context": average_context,
     "live_tokens": live_tokens,
 }
-"""By the name in `selector.policy`."""
+"""Policies by the name in `selector.policy`."""

@@ -49,12 +49,12 @@ class Prediction(NamedTuple):
 
     @property
     def allowed(self) -> bool:
-        """Whether it can be chosen."""
+        """True when the candidate can be chosen."""
         return not self.problem and math.isfinite(self.seconds)
 
     @property
     def guess(self) -> bool:
-        """Whether roofline and memory formula say more about it than measurements."""
+        """True when roofline and memory formula say more about it than measurements."""
         return self.measured < 0.5
 
 
@@ -122,7 +122,7 @@ class Predictor:
         return candidate_of(deployment, self.hardware)
 
     def measured(self, stage: str) -> bool:
-        """Whether the profile has anything of this stage."""
+        """Tell whether the profile has anything of this stage."""
         return stage in self._measured_stages
 
     # Memory
@@ -174,8 +174,8 @@ class Predictor:
         return model(self._filled(candidate, load), load.longest, needs).total
 
     def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
-        """With no more tokens in a microbatch than a rank has of a minibatch: a budget that is
-        never filled takes no memory until contexts have grown to fill it."""
+        """Limit a microbatch to the tokens that a rank has of a minibatch: a budget that is never
+        filled takes no memory until contexts have grown to fill it."""
         steps = 1 if STAGES[candidate.stage].scores else self.given.update.minibatches
         share = math.ceil(load.episodes * load.context / (steps * candidate.data_parallel))
         asked = candidate.max_tokens_per_microbatch
@@ -199,21 +199,23 @@ class Predictor:
         return self._peaks[candidate]
 
     def fits(self, candidate: StageDeployment) -> bool:
-        """Whether the candidate stays within the stage's budget, and below what ran out of memory
-        in this run."""
+        """Tell whether the candidate stays within the stage's budget, and below the candidates that
+        ran out of memory in this run."""
         within = self.stage_peak(candidate) <= self._budgets[candidate.stage]
         return within and not self._starved(candidate)
 
     def is_forbidden(self, candidate: StageDeployment) -> bool:
-        """Whether it ran out of memory in this run, or another that builds the same vLLM engine: it
-        is built for the configured running sequences, and a lower limit only lets fewer in."""
+        """Tell whether the candidate ran out of memory in this run, or another that builds the same
+        vLLM engine: it is built for the configured running sequences, and a lower limit only lets
+        fewer in."""
         if candidate.stage != "rollout" or self._torch_engine:
             return candidate in self.forbidden
         alike = {each._replace(max_running_requests=0) for each in self.forbidden}
         return candidate._replace(max_running_requests=0) in alike
 
     def _forbidden(self) -> Iterator[StageDeployment]:
-        """What ran out of memory in this run, where the load ahead is not a smaller one."""
+        """Yield the candidates that ran out of memory in this run, where the load ahead is not a
+        smaller one."""
         for failed in self.given.forbidden:
             candidate = self.candidate_of(failed.deployment)
             if not self._grows(candidate) or (
@@ -222,7 +224,8 @@ class Predictor:
                 yield candidate
 
     def _starved(self, candidate: StageDeployment) -> bool:
-        """Whether it ran out of memory in this run, or another did whose formula says no more."""
+        """Tell whether the candidate ran out of memory in this run, or another did whose formula
+        says no more."""
         if not self.forbidden or self.is_forbidden(candidate):
             return bool(self.forbidden)
         stage = candidate.stage
@@ -236,16 +239,16 @@ class Predictor:
         return self.sharers(candidate) * self.formula_peak(candidate, self.ahead)
 
     def _grows(self, candidate: StageDeployment) -> bool:
-        """Whether its memory follows from its load: vLLM takes the share of a GPU that it is given,
-        no more and no less."""
+        """Tell whether the candidate's memory follows from its load: vLLM takes the share of a GPU
+        that it is given, no more and no less."""
         return candidate.stage != "rollout" or self.memory.shared or self._torch_engine
 
     def _short_of(self, stage: str, peak: float, budget: float) -> str:
         return self.memory.short_of(peak, budget, self._reserved(stage))
 
     def _reserved(self, stage: str) -> float:
-        """What others than the stage's tensors hold; until that was measured on a GPU, the
-        libraries of all processes that take turns there."""
+        """Return the bytes that others than the stage's tensors hold; until that was measured on a
+        GPU, those of the libraries of all processes that take turns there."""
         given = self.given
         turns = [
             role
@@ -282,8 +285,9 @@ class Predictor:
         return self.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
-        """Why a host of GPUs cannot hold what its ranks leave there for the engines' time, float32
-        weights and two Adam moments, beside two published versions; empty when it can."""
+        """Return the reason why a host of GPUs cannot hold the state that its ranks leave there for
+        the engines' time, float32 weights and two Adam moments, beside two published versions;
+        empty when it can."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
         own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
         needed = 12.0 * own * ranks + 2.0 * self._value * self.shape.parameters

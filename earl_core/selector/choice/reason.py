@@ -1,4 +1,4 @@
-"""Why a plan deploys a stage as it does, in one sentence."""
+"""Reasons why a plan deploys a stage as it does, in one sentence each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from earl_core.selector.choice.predict import Prediction, Predictor
 def reason_of(
     predictor: Predictor, rows: list[Prediction], old: Prediction | None, row: Prediction
 ) -> str:
-    """Why the stage is deployed so, in one sentence with its figures. rows: of all its candidates,
-    best first. old: of what runs."""
+    """Give the reason for the stage's deployment, in one sentence with its figures. rows: of all
+    its candidates, best first. old: of the running deployment."""
     guess = " (a guess: not measured)" if row.guess else ""
     if old is None or old.candidate == row.candidate:
         return _kept(predictor, rows, row, old is not None) + guess
@@ -80,12 +80,12 @@ def _move(old: StageDeployment, new: StageDeployment) -> str:
 
 
 def tokens(count: float) -> str:
-    """Such as `812` or `31K`, in units of 1,024."""
+    """Write a number of tokens, such as `812` or `31K`, in units of 1,024."""
     return f"{count:.0f}" if count < 1024 else f"{count / 1024:.0f}K"
 
 
 _STATE_BYTES = 16.0
-"""Of a parameter in training: weight, gradient and both moments, in float32."""
+"""Bytes of a parameter in training: weight, gradient and both moments, in float32."""
 
 
 def switch_seconds(predictor: Predictor, before: StageDeployment, after: StageDeployment) -> float:

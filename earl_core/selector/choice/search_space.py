@@ -1,4 +1,5 @@
-"""Which candidates of a stage are put up for choice, once memory and settings have had their say.
+"""The candidates of a stage that are put up for choice, once memory and settings have ruled out
+others.
 
 `candidates` lists what hardware and model allow. Here the memory fallback takes its steps: smaller
 microbatches (or fewer sequences at a time), logits in chunks, checkpointing, offload. Without
@@ -40,7 +41,7 @@ def offers(predictor: Predictor, stage: str) -> Offers:
 
 
 def with_fitting_microbatch(given: SelectionInput) -> SelectionInput:
-    """With a token budget of the update where the run file leaves it open: on GPUs the most that
+    """Set the token budget of the update where the run file leaves it open: on GPUs the most that
     fits the configured stage deployment."""
     if given.update.max_tokens_per_microbatch is not None:
         return given
@@ -189,7 +190,7 @@ def _first_that_fits(
 
 
 def _as_fixed(candidate: StageDeployment, predictor: Predictor) -> bool:
-    """Whether every field that the user holds fixed is as `fixed` would have it."""
+    """Tell whether every field that the user holds fixed is as `fixed` would have it."""
     section = "rollout" if candidate.stage == "rollout" else "update"
     configured = predictor.configured[section]
     held = (name.split(".") for name in predictor.given.selector.fixed_fields)

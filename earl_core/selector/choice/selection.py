@@ -1,6 +1,5 @@
-"""What the selector sees, the trend of what it has seen, and the plan that moves nothing but the
-context length.
-"""
+"""The selector's input, the trend of its statistics, and the plan that moves nothing but the
+context length."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import STAGES
 from earl_core.selector.model.calibration import Calibration
-from earl_core.selector.model.usual import usual_engines, usual_mesh
+from earl_core.selector.model.default_deployments import usual_engines, usual_mesh
 from earl_core.selector.profile.profile_table import ProfileTable
 from earl_core.system.settings import Settings
 
 
 class Statistics(Settings):
-    """What the last finished iterations showed; every series has its newest value last.
+    """Statistics of the last finished iterations; every series has its newest value last.
 
     Contexts in tokens of an episode, waits and switches in seconds.
     """
@@ -125,24 +124,25 @@ class SelectionInput(Settings):
     def of(
         cls, config: RunConfig, hardware: Hardware, model: ModelShape, **seen: Any
     ) -> SelectionInput:
-        """That of a run. seen: the other fields, as far as there is something to say."""
+        """Make the input of a run. seen: the other fields, as far as there is something to say."""
         sections = ("rollout", "experience", "update", "stages", "needs_reference", "selector")
         own = {name: getattr(config, name) for name in sections}
         return cls(**{**own, "hardware": hardware, "model": model, **seen})
 
     def configured(self) -> tuple[StageDeployment, StageDeployment]:
-        """Those of rollout and update that the configuration names for the iteration."""
+        """Deployments of rollout and update that the configuration names for the iteration."""
         return configured(
             self.stages, self.rollout, self.update, self.hardware, self.iteration, self._usual()
         )
 
     def leaves_open(self, stage: str) -> bool:
-        """Whether the stage is spread over the GPUs because the run file does not lay it out."""
+        """Tell whether the stage is spread over the GPUs because the run file does not lay it
+        out."""
         given = self.stages.at(self.iteration)[0 if stage == "rollout" else 1]
         return given is None and self.hardware.gpus > 0
 
     def _usual(self) -> tuple[StageDeployment, StageDeployment] | None:
-        """What stages are that the run file leaves open; None without GPUs."""
+        """Return the deployments of the stages that the run file leaves open; None without GPUs."""
         if not self.hardware.gpus:
             return None
         fewest = self.hardware.fewest_hosts or self.hardware.hosts
@@ -200,7 +200,7 @@ def _configured(given: SelectionInput, stage: str) -> str:
 
 
 def _experience(config: ExperienceConfig) -> tuple[StageDeployment, str]:
-    """Where rewards and advantages are computed, and why; it does not change."""
+    """Return the deployment of rewards and advantages, and its reason; it does not change."""
     if config.ranks == 1:
         why = "1 process: rewards and advantages are a few bytes per episode"
     else:
@@ -230,4 +230,4 @@ def model_length(given: SelectionInput, expected: float = 0.0) -> tuple[int, str
 
 
 CONTEXT_RAISED = "context raised from "
-"""What the clause of a reason begins with that says why the engines' context became longer."""
+"""Beginning of a reason's clause that says why the engines' context became longer."""

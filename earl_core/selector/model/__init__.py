@@ -1,1 +1,1 @@
-"""What a stage deployment takes: the analytic model of seconds and memory."""
+"""The analytic model of a stage deployment's seconds and memory."""

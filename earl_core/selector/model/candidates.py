@@ -29,8 +29,8 @@ class RuledOut(NamedTuple):
 
 
 def candidate_of(deployment: StageDeployment, hardware: Hardware) -> StageDeployment:
-    """What of a stage deployment is a choice: on GPUs threads are none, and never the context that
-    engines are built for."""
+    """Return the part of a stage deployment that is a choice: on GPUs threads are none, and never
+    the context that engines are built for."""
     threads = 1 if hardware.gpus else deployment.threads
     return deployment._replace(threads=threads, max_model_len=0)
 

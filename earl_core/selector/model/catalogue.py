@@ -10,7 +10,8 @@ from earl_core.deployment.shapes import ModelShape
 def _family(
     kind: str, vocabulary: int, positions: int, *, tied: bool = False, head_dim: int = 0
 ) -> ModelShape:
-    """What the models of a family share; the sizes are those of none."""
+    """Return a shape with the numbers that the models of a family share; its sizes are those of
+    none."""
     return ModelShape(
         model_type=kind,
         hidden_size=1,
@@ -74,9 +75,9 @@ MODELS: dict[str, ModelShape] = {
         _family("mistral", 131072, 32768, head_dim=128), 5120, 40, 32, 8, 32768
     ),
 }
-"""From the models' published config.json; the position range is that of the base models, without
-scaling that has to be switched on. Mixtures of experts are left out, as are models whose layers
-attend to a window only (Gemma): no formula knows them."""
+"""Shapes from the models' published config.json; the position range is that of the base models,
+without scaling that has to be switched on. Mixtures of experts are left out, as are models whose
+layers attend to a window only (Gemma): no formula knows them."""
 
 
 def known_model(name: str) -> ModelShape | None:

@@ -1,4 +1,4 @@
-"""What is other on a host without GPUs, whose cores share one memory: the only formulas of it."""
+"""Formulas that hold only on a host without GPUs, whose cores share one memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _UNDER_WAY = 2.3, 4.0
 bytes for each number of the embedding: the two constants of the update that are measured."""
 
 _LOGIT_BYTES = 12
-"""Of a logit: a product of 16 bits is made in these first, and then copied."""
+"""Bytes of a logit: a product of 16 bits is made in these first, and then copied."""
 
 _SHORT_TOKENS = 128
 """Samples up to this length have their attention scores stored on a CPU."""
 
 _CORE_FLOPS, _HOST_BANDWIDTH = 100e9, 40e9
-"""Where nobody measured: one vector unit of a server core, two channels of memory."""
+"""Figures where nobody measured: one vector unit of a server core, two channels of memory."""
 
 _LAYER_SECONDS = 0.2e-3
 """Least seconds of a pass through a decoder layer, however small: the operations of torch, measured
@@ -41,7 +41,8 @@ on one core of an AMD EPYC (`earl_core.tensors.device_speed`)."""
 
 
 def figures(hardware: Hardware) -> DeviceFigures:
-    """Of one core, with its share of the memory: measured with all cores, or guessed."""
+    """Return the figures of one core, with its share of the memory: measured with all cores, or
+    guessed."""
     cores, host = hardware.cpu_cores, hardware.figures
     if host is not None:
         shared = {
@@ -79,7 +80,7 @@ def mesh(stage: str, hardware: Hardware) -> StageDeployment:
 
 
 class CpuMemoryModel(MemoryModel):
-    """Of one process, counted with every tensor that autograd keeps there."""
+    """The memory of one process, counted with every tensor that autograd keeps there."""
 
     shared = True
     outside = 0.0

@@ -215,13 +215,13 @@ def _kind(key: str) -> str:
 
 
 def is_known(hardware: Hardware) -> bool:
-    """Whether a data sheet stands behind the GPUs of this name; true of a CPU."""
+    """Tell whether a data sheet stands behind the GPUs of this name; true of a CPU."""
     return not hardware.gpus or next(_sheets(hardware.gpu_name), None) is not None
 
 
 def _sheets(name: str) -> Iterator[DeviceFigures]:
-    """Those of the device with that name, of a driver or of the catalogue; at most one. Of a MIG
-    instance with its share of the arithmetic."""
+    """Yield the figures of the device with that name, of a driver or of the catalogue; at most one.
+    A MIG instance has its share of the arithmetic."""
     mig = _MIG.fullmatch(name.lower())
     whole = mig[1] if mig else name.lower()
     key = _of_driver(whole)
@@ -251,7 +251,7 @@ def device_of(hardware: Hardware) -> DeviceFigures:
 
 
 def _found(figures: DeviceFigures, hardware: Hardware) -> dict[str, float]:
-    """What the driver said, in place of the sheet's."""
+    """Return the figures that the driver said, in place of the sheet's."""
     memory = hardware.gpu_memory_bytes or figures.memory_bytes
     found: dict[str, float] = {"memory_bytes": memory}
     if " mig " in figures.name.lower():
@@ -273,7 +273,7 @@ def _found(figures: DeviceFigures, hardware: Hardware) -> dict[str, float]:
 
 
 def _eighths(part: int, whole: int) -> int:
-    """Of the memory; a driver keeps a little of each for itself."""
+    """Count the eighths of the memory in a part; a driver keeps a little of each for itself."""
     return max(1, round(8 * part / whole))
 
 

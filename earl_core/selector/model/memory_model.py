@@ -29,7 +29,7 @@ MASK_ELEMENTS = 2**26
 
 
 class Memory(NamedTuple):
-    """Where a device's memory goes, bytes."""
+    """The uses of a device's memory, bytes."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 
 
 class TrainingNeeds(NamedTuple):
-    """What the algorithm asks of the training stages.
+    """Properties of the algorithm that decide the memory of training stages.
 
     mixed: bf16 copies compute, of float32 weights; else all is float32. compiled: the layers are.
     answered: share of the tokens that the policy wrote, the only ones with logits.
@@ -62,11 +62,12 @@ class TrainingNeeds(NamedTuple):
 
 
 class MemoryModel:
-    """Of one GPU. shared: whether all ranks of a host share one memory, so that theirs add up.
-    outside: bytes that each process takes of it beside its tensors. runtime, engine_runtime: what
-    counts as a part of the peak besides. under_way: layers' worth of what a layer leaves that comes
-    and goes besides, and bytes of each number of the embedding. logit_bytes: of a logit whose
-    gradient is made in bf16; on a GPU itself in float32, and the gradients of two chunks."""
+    """The memory of one GPU. shared: whether all ranks of a host share one memory, so that theirs
+    add up. outside: bytes that each process takes of it beside its tensors. runtime,
+    engine_runtime: bytes that count as a part of the peak besides. under_way: layers' worth of what
+    a layer leaves that comes and goes besides, and bytes of each number of the embedding.
+    logit_bytes: of a logit whose gradient is made in bf16; on a GPU itself in float32, and the
+    gradients of two chunks."""
 
     shared = False
     outside = float(RUNTIME_BYTES)
@@ -83,7 +84,8 @@ class MemoryModel:
         return max(1.0, fraction * self.device.memory_bytes - reserved)
 
     def short_of(self, peak: float, budget: float, reserved: float) -> str:
-        """Such as `needs 3.0 GiB, but only 2.0 GiB are available on a device`."""
+        """Describe the lack of memory, such as `needs 3.0 GiB, but only 2.0 GiB are available on a
+        device`."""
         text = f"needs {gib(peak)}, but only {gib(budget)} are available on a device"
         return text + (f" ({gib(reserved)} are libraries' and others')" if reserved else "")
 
@@ -128,8 +130,8 @@ class MemoryModel:
         return self._with_cache(fixed, candidate, settings)
 
     def _prefill_tokens(self) -> int:
-        """Of vLLM: what `EngineArgs.get_batch_defaults` gives its usage context `LLM_CLASS`, for
-        which the engine asks on a GPU."""
+        """Return the tokens of a prefill that vLLM's `EngineArgs.get_batch_defaults` gives its
+        usage context `LLM_CLASS`, for which the engine asks on a GPU."""
         large = 160 if "a100" in self.device.name.lower() else 70
         twice = not self.shared and self.device.memory_bytes >= large * 2**30
         return 2 * PREFILL_TOKENS if twice else PREFILL_TOKENS
@@ -156,7 +158,7 @@ class MemoryModel:
         )
 
     def layer_bytes(self, candidate: StageDeployment, longest: float, mixed: bool) -> float:
-        """What a token leaves in one layer for the backward pass."""
+        """Count the bytes that a token leaves in one layer for the backward pass."""
         return layer_activation_bytes(self.shape, candidate.tensor_parallel, mixed)
 
     def rows_at_a_time(self, candidate: StageDeployment) -> int:
@@ -170,7 +172,7 @@ class MemoryModel:
 
 
 class _Work:
-    """What a rank holds beside its parts of the state while it computes a microbatch, bytes.
+    """Bytes that a rank holds beside its parts of the state while it computes a microbatch.
 
     A unit, which is a layer, the embedding or the head, is gathered where others hold parts of it,
     and cast where bf16 computes (FSDP2, `fully_shard`): then there are its copy, the buffer that
@@ -270,10 +272,11 @@ class _Work:
             )
 
     def _in_layer(self, kept: float, summed: float, fetched: float) -> Iterator[Memory]:
-        """Where the products of the feed-forward part are undone, when only the first matrix has a
-        gradient; where a norm is, which computes in float32; and where context ranks exchange keys,
-        values and their gradients. kept: bytes a token. summed, fetched: parameters of the units
-        that come before and after it in the backward pass."""
+        """Yield the memory at three places of a layer: where the products of the feed-forward part
+        are undone, when only the first matrix has a gradient; where a norm is, which computes in
+        float32; and where context ranks exchange keys, values and their gradients. kept: bytes a
+        token. summed, fetched: parameters of the units that come before and after it in the
+        backward pass."""
         weights = self._copy(self.layer) + self._buffer(fetched)
         gradients = 4 * summed if self.wrapped else 0.0
         if self.tied:
@@ -312,7 +315,7 @@ def standard_activation_bytes(shape: ModelShape, tokens: int) -> float:
 
 
 def layer_activation_bytes(shape: ModelShape, tensor: int = 1, mixed: bool = True) -> float:
-    """What one token leaves in one layer for the backward pass, bytes on one device.
+    """Count the bytes that one token leaves in one layer for the backward pass, on one device.
 
     Two norms; query, key, value, attention output and its log-sum; four feed-forward products (two
     without a gate). Tensor parallel ranks share all but what their matrices read.
@@ -324,20 +327,22 @@ def layer_activation_bytes(shape: ModelShape, tensor: int = 1, mixed: bool = Tru
 
 
 def feed_forward_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """What a token leaves in the feed-forward part of a layer: the inputs and outputs of its
-    activation, and with a gate both factors of the product."""
+    """Count the bytes that a token leaves in the feed-forward part of a layer: the inputs and
+    outputs of its activation, and with a gate both factors of the product."""
     return (4 if shape.gated_mlp else 2) * shape.feed_forward * (2 if mixed else 4) / tensor
 
 
 def norm_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """What the two norms of a layer keep of a token: input in float32 and normalised input, of
-    which tensor ranks have parts, and the output, which each rank's matrices read whole."""
+    """Count the bytes that the two norms of a layer keep of a token: input in float32 and
+    normalised input, of which tensor ranks have parts, and the output, which each rank's matrices
+    read whole."""
     split, whole = (4 + 2, 2) if mixed else (4 + 4, 4)
     return 2 * shape.hidden_size * (split / tensor + whole)
 
 
 def selective_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """What one token leaves in one layer under selective checkpointing, bytes on one device.
+    """Count the bytes that one token leaves in one layer under selective checkpointing, on one
+    device.
 
     The layer's input; the products: query, key, value, output, gate, up and down; attention's
     output and its log-sum. Tensor parallel ranks share all but the results of output and down
@@ -352,8 +357,8 @@ def selective_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
 
 
 def compiled_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """What one token leaves in one compiled layer, bytes on one device: what its parts, before and
-    after attention, hand to each other or multiply by weights.
+    """Count the bytes that one token leaves in one compiled layer, on one device: the states that
+    its parts, before and after attention, hand to each other or multiply by weights.
 
     The states before attention and after it, and normalised, which each tensor rank's matrices
     read whole; query, key, value, attention's output and its log-sum; gate, up, and what down
@@ -371,5 +376,5 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int, value: int = 2) -> float:
 
 
 def gib(size: float) -> str:
-    """Such as `12.3 GiB`, or `700 MiB` where that says more."""
+    """Write a number of bytes, such as `12.3 GiB`, or `700 MiB` where that says more."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

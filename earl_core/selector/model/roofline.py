@@ -1,4 +1,4 @@
-"""How long a stage would take if the devices reached their data sheets: the analytic roofline.
+"""Seconds of a stage if the devices reached their data sheets: the analytic roofline.
 
 Peaks are never reached, so these seconds are guesses: right in their order more than in their
 size. Nothing here was fitted to a measurement. Beside data sheets stand only the latencies of a
@@ -27,7 +27,7 @@ NETWORK_SECONDS = 2.7e-6
 
 
 class Load(NamedTuple):
-    """What an iteration asks of its stages.
+    """The load of an iteration on its stages.
 
     episodes: of the iteration; context: mean tokens of one; longest: of the longest; generated:
     mean tokens that the model writes in one; turns: mean answers; tool_wait: mean seconds that the
@@ -113,8 +113,8 @@ class Roofline:
     ) -> float:
         """Tokens/s of one engine given `offered` sequences of `context` tokens at once.
 
-        capacity: tokens that its KV cache holds. What does not fit waits: the sequences run in as
-        many equal waves as are needed. 0 when not even one fits.
+        capacity: tokens that its KV cache holds. Sequences that do not fit wait: the sequences run
+        in as many equal waves as are needed. 0 when not even one fits.
         """
         fits = capacity / max(context, 1.0)
         if fits < 1 or offered <= 0:
@@ -123,9 +123,9 @@ class Roofline:
         return together / self.decode_step(tensor, threads, together, context)
 
     def waves(self, offered: float, fits: float) -> float:
-        """In how many waves the sequences run where so many fit: between a stream, in which others
-        always fill the gaps, and whole waves. Lengths differ, so that waves blur: half a wave is
-        lost when there are many."""
+        """Count the waves in which the sequences run where so many fit: between a stream, in which
+        others always fill the gaps, and whole waves. Lengths differ, so that waves blur: half a
+        wave is lost when there are many."""
         waves = max(1.0, offered / fits)
         return waves + 0.5 * (1 - 1 / waves)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 BYTES_PER_LOGIT = 8
-"""Of a chunk of logits: itself in float32, and its gradient in the dtype of the head's product or
-a part of the exponentials."""
+"""Bytes of a logit in a chunk: itself in float32, and its gradient in the dtype of the head's
+product or a part of the exponentials."""
 
 
 def positions_at_a_time(width: float, *, gpu: bool) -> int:
@@ -21,7 +21,8 @@ def logits_chunk(vocabulary: int, *, gpu: bool) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Of a number of devices, which need be no power of two: 24 are three hosts of eight."""
+    """List the divisors of a number of devices, which need be no power of two: 24 are three hosts
+    of eight."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 

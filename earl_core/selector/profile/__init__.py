@@ -1,1 +1,1 @@
-"""What candidates took: measurements, and which to make next."""
+"""Measurements of candidates."""

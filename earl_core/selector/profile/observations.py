@@ -1,4 +1,4 @@
-"""What a run saw of its own stages, and what the selector learns from it. Pure functions.
+"""Observations that a run makes of its own stages, and the selector's conclusions. Pure functions.
 
 A run keeps its observations in `RUN/selector.jsonl`. Rates mean what `ProfilePoint` and
 `Predictor.rate` mean by them, so that what was observed and what is predicted next are the same
@@ -34,7 +34,7 @@ _PEAKS = 32
 _FAILED_PEAKS = 16
 
 _AS_MUCH = 0.8
-"""Of the bytes that the formula said at a failure: what is less is another load."""
+"""Share of the bytes that the formula said at a failure: a load with less is another load."""
 
 _LEAST_DECODING = 0.25
 """Share of a rollout's seconds that count as decoding at the least: what the roofline guesses for
@@ -67,13 +67,14 @@ class Observation(Settings):
     reserved_bytes: float = Field(default=0.0, ge=0)
     answered: bool = Field(
         default=True,
-        description="Of an infeasible stage: whether the iteration's choice is made again. It is "
-        "not under `fixed`, nor where the other engines went on without the one that was lost.",
+        description="True where the iteration's choice is made again for an infeasible stage. "
+        "It is not under `fixed`, nor where the other engines went on without the one that was "
+        "lost.",
     )
 
 
 def attempts_of(observations: Iterable[Observation], iteration: int) -> int:
-    """How often the iteration's choice had to be made again."""
+    """Count the times that the iteration's choice had to be made again."""
     return sum(
         seen.kind in INFEASIBLE and seen.answered and seen.iteration == iteration
         for seen in observations
@@ -137,7 +138,7 @@ def forbidden_of(observations: Sequence[Observation], iteration: int) -> tuple[F
 
 
 def seconds_of(observations: Iterable[Observation], kind: Kind) -> dict[str, float]:
-    """What it took in each stage, as last measured."""
+    """Return the seconds of this kind in each stage, as last measured."""
     return {seen.stage: seen.seconds for seen in observations if seen.kind == kind}
 
 

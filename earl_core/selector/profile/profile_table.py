@@ -101,7 +101,7 @@ def key_of(candidate: StageDeployment) -> str:
 
 
 def candidate_of_key(key: str, devices: int) -> StageDeployment:
-    """What a name in the table stands for on so many devices."""
+    """Return the candidate that a name in the table stands for on so many devices."""
     stage, *parts = key.split()
     found: dict[str, Any] = {}
     for part in parts:
@@ -127,7 +127,7 @@ class ProfileTable(Settings):
     seconds: float = Field(default=0.0, ge=0)
 
     def observe(self, point: ProfilePoint, half_life: float) -> ProfileTable:
-        """With one more measurement.
+        """Return the table with one more measurement.
 
         The bucket's older weight halves every `half_life` iterations. A load that has worked after
         all is no longer forbidden, and the other way round.
@@ -243,7 +243,7 @@ def fingerprint(*parts: Mapping[str, object]) -> str:
 
 
 def table_path(directory: Path, mark: str) -> Path:
-    """Where the table of a fingerprint lies."""
+    """Return the path of a fingerprint's table."""
     return directory / f"{mark}.parquet"
 
 

@@ -1,4 +1,4 @@
-"""What a run file needs: its model, its environment, its run directory.
+"""Checks of a run file: its model, its environment, its run directory.
 
 The parts yield findings and raise `ConfigError` for what a run would refuse, so that `earl train`
 refuses the same as `earl doctor` shows.
@@ -16,7 +16,7 @@ from earl_core.config.code import named_code
 from earl_core.config.feasibility import check_devices, check_stages
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
-from earl_core.environments.check import check_environments
+from earl_core.environments.hosting.check import check_environments
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.lock import is_locked
@@ -54,19 +54,19 @@ def precision(config: RunConfig, run: Path) -> tuple[RunConfig, list[Finding]]:
 
 
 def places(config: RunConfig) -> Iterator[Finding]:
-    """See that databases can lie among the runs."""
+    """Check that databases can lie among the runs."""
     default_database(config.runs_directory)
     yield from ()
 
 
 def references(config: RunConfig) -> Iterator[Finding]:
-    """See that every secret can be had."""
+    """Check that every secret can be had."""
     check_references(config)
     yield from ()
 
 
 def model(config: RunConfig) -> Iterator[Finding]:
-    """See that the model is there, whole and readable, or can be made."""
+    """Check that the model is there, whole and readable, or can be made."""
     path, template = Path(config.model.path), config.model.chat_template
     if (path / "config.json").is_file():
         shape = read_model_shape(path)
@@ -98,7 +98,7 @@ def model(config: RunConfig) -> Iterator[Finding]:
 
 
 def stages(config: RunConfig) -> Iterator[Finding]:
-    """See that the stage deployments are possible here, and for a model that is there already."""
+    """Check that the stage deployments are possible here, and for a model that is there already."""
     hardware = expected_hardware(config)
     check_devices(config, hardware)
     shape = None

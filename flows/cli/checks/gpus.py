@@ -29,7 +29,7 @@ _HIDE = "export CUDA_VISIBLE_DEVICES= to work on the CPU alone"
 
 
 def check_gpus(hardware: Hardware) -> Iterator[Finding]:
-    """What GPUs there are, as the driver says, and what stands between them and torch."""
+    """Check the GPUs that the driver lists, and why torch could not use them."""
     if not hardware.gpus:
         yield Finding("note", "no NVIDIA GPU: everything runs on the CPU")
         return
@@ -82,8 +82,8 @@ def _torch(driver: DriverVersion) -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    """What triton needs, by which vLLM and compiled layers have their kernels: it builds a module
-    of Python on the machine itself."""
+    """Check the needs of triton, by which vLLM and compiled layers have their kernels: it builds a
+    module of Python on the machine itself."""
     without = "vLLM does not start, and the layers of the update are not compiled, which costs time"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         text = f"there is no C compiler (gcc, clang) for triton: {without}"

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.hardware import open_cluster
-from earl_core.control.host_agreement import disagreements
+from earl_core.control.host_checks import disagreements
 from earl_core.system.finding import Finding, Level, refused
 
 _GIB = 2**30

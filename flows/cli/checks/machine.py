@@ -26,7 +26,7 @@ _LEAST_FILES = 1024
 
 
 def check_machine(runs_directory: Path) -> Iterator[Finding]:
-    """What the stages have to work with."""
+    """Check the hardware that the stages have to work with."""
     try:
         hardware = read_hardware()
     except ConfigError as error:
@@ -44,8 +44,8 @@ def check_machine(runs_directory: Path) -> Iterator[Finding]:
 
 
 def _precision() -> Iterator[Finding]:
-    """Which numbers `auto` computes with; a device that does not say how fast it is in bf16 is
-    measured once, which takes seconds."""
+    """Name the precision that `auto` computes with; a device that does not say how fast it is in
+    bf16 is measured once, which takes seconds."""
     try:
         found = decide(local_hosts(1))
     except EarlError as error:

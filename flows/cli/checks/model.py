@@ -1,4 +1,4 @@
-"""Whether a model directory holds what every run reads of it. Looks at file names only."""
+"""Check that a model directory holds the files that every run reads. Looks at file names only."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def check_packages(config: RunConfig | None) -> Iterator[Finding]:
 
 
 def _required(tracked: bool) -> Iterator[Finding]:
-    """What the distribution requires, against what is installed."""
+    """Check the packages that the distribution requires against those that are installed."""
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:

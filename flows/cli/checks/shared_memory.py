@@ -14,7 +14,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.services import DispatchConfig
 from earl_core.control.hardware import read_hardware
 from earl_core.control.shared_memory_need import judged_room, need_of
-from earl_core.run.stores import list_stores, run_store
+from earl_core.run.run_stores import list_stores, run_store
 from earl_core.selector.model.memory_model import gib
 from earl_core.system.errors import EarlError, NotOurs
 from earl_core.system.files import check_user_directory
@@ -25,7 +25,7 @@ from flows.cli.shards import shards_command
 _MIB = 2**20
 _BLOCKING = 128 * _MIB
 _VLLM_PLACE, _VLLM_QUEUE = Path("/dev/shm"), 240 * _MIB
-"""Where vLLM puts the queue of a worker's answers, wherever `dispatch.directory` is, and its size,
+"""Place of the queue of a vLLM worker's answers, wherever `dispatch.directory` is, and its size,
 which is no setting."""
 _FOREIGN = ("psm_*", "sem.loky-*", "vllm_dist_*")
 
@@ -71,7 +71,7 @@ def require_room(config: RunConfig) -> None:
 
 
 def _vllm(config: RunConfig) -> Iterator[Finding]:
-    """Whether vLLM's processes can talk: on a CPU each engine has several."""
+    """Check that vLLM's processes can talk: on a CPU each engine has several."""
     if config.rollout.engine != "vllm" or read_hardware().gpus:
         return
     room = room_in(_VLLM_PLACE)
@@ -82,7 +82,7 @@ def _vllm(config: RunConfig) -> Iterator[Finding]:
 
 
 def _needed(config: RunConfig, room: Room) -> Iterator[Finding]:
-    """Whether weights and samples of the run file fit."""
+    """Check that weights and samples of the run file fit."""
     run = Path(config.runs_directory) / config.name
     with suppress(EarlError, OSError):  # a run that cannot be opened is another part's to show
         pool = run_store(run, config).pool

@@ -1,3 +1,3 @@
-"""The commands of `earl`: arguments and help, a module for each kind. What they do is imported when
-they run.
+"""The commands of `earl`: arguments and help, a module for each kind. Their bodies are imported
+when they run.
 """

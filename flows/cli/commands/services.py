@@ -25,7 +25,7 @@ def up(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Start Prefect, MLflow and a worker, and deploy all flows. What runs already is kept."""
+    """Start Prefect, MLflow and a worker, and deploy all flows. Running services are kept."""
     with reported(debug, runs_code=True):
         from flows.cli.services import up as start
 

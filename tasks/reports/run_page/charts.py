@@ -250,7 +250,7 @@ def _named(lines: Sequence[Line], pattern: re.Pattern[str]) -> list[tuple[str, s
 
 
 def _rewards_differ(lines: Sequence[Line]) -> bool:
-    """Whether reward functions make something else of the environment's returns."""
+    """Tell whether reward functions make something else of the environment's returns."""
     names = ("reward/mean", "rollout/return/mean")
     pairs = [[line[name] for name in names] for line in lines if all(n in line for n in names)]
     return any(abs(one - other) > 1e-6 for one, other in pairs)

@@ -1,4 +1,4 @@
-"""How a run's stages were laid out, over its iterations: spans of equal stage deployments."""
+"""Layout of a run's stages over its iterations: spans of equal stage deployments."""
 
 from __future__ import annotations
 

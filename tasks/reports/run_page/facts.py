@@ -1,4 +1,4 @@
-"""What there is to say of a run in words: how it stands, what it is, how to repeat it."""
+"""Facts of a run in words: its state, its settings, the commands that repeat it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIME = "%Y-%m-%d %H:%M"
 
 
 def standing(records: RunRecords) -> str:
-    """How the run stands, in a sentence or two."""
+    """Describe the state of the run, in a sentence or two."""
     done, wanted = len(records.iterations), records.config.iterations
     count = f"{done} of {wanted} iterations {'is' if done == 1 else 'are'} finished"
     if records.state == "finished":
@@ -63,7 +63,7 @@ def facts(records: RunRecords) -> list[tuple[str, str]]:
 
 
 def hardware(records: RunRecords) -> list[tuple[str, str]]:
-    """What the selector chose for; empty before its first choice."""
+    """List the hardware that the selector chose for; empty before its first choice."""
     if records.selection is None:
         return []
     given, shape = records.selection.hardware, records.selection.model
@@ -80,7 +80,7 @@ def hardware(records: RunRecords) -> list[tuple[str, str]]:
 
 
 def versions() -> list[tuple[str, str]]:
-    """What is installed where the page is made."""
+    """List the packages that are installed where the page is made."""
     found = [("python", platform.python_version())]
     for package in _PACKAGES:
         try:
@@ -117,12 +117,12 @@ def _hidden(value: Any, name: str = "") -> Any:
 
 
 def sizes(records: RunRecords) -> list[tuple[str, str, str]]:
-    """What the settings come to, and which they are."""
+    """List the sizes that the settings come to, and the settings."""
     return resolved_rows(records.config)
 
 
 def commands(records: RunRecords) -> Iterator[tuple[str, str]]:
-    """What a command is for, and the command."""
+    """Yield each command's purpose, and the command."""
     name = records.config.name
     run, again = shlex.quote(str(records.path)), shlex.quote(f"{name}-again")
     yield "Train it again under another name", f"earl train {run}/config.yaml --name {again}"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from plotly.offline import get_plotlyjs
 
-from earl_core.rollout.tool_calls import FORMATS
+from earl_core.rollout.chat.tool_calls import FORMATS
 from earl_core.secrets import redact_tree
 from earl_core.system.files import write_atomic
 from tasks.reports.run_page import facts
@@ -73,7 +73,7 @@ def write_page(
 
 
 def _told(records: RunRecords) -> dict[str, Any]:
-    """What the page shows besides episodes."""
+    """Collect the page's contents besides episodes."""
     said = {
         "name": records.config.name,
         "state": records.state,
@@ -165,7 +165,7 @@ def _filled(data: dict[str, Any], packed: PackedEpisodes) -> str:
 
 
 def _digest(script: str) -> str:
-    """As a content security policy names a script."""
+    """Return the name that a content security policy has for a script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 

@@ -1,4 +1,4 @@
-"""What a run directory says of its run; read without locking it, so the run may go on."""
+"""Records of a run in its directory; read without locking it, so the run may go on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RunRecords:
 
     @property
     def tokenizer_files(self) -> Iterator[Path]:
-        """Where the policy's tokenizer may lie, the newest checkpoint's first."""
+        """Yield the places where the policy's tokenizer may lie, the newest checkpoint's first."""
         for policy in sorted(self.path.glob("checkpoints/[0-9]*/policy"), reverse=True):
             yield policy / "tokenizer.json"
         yield Path(self.config.model.path) / "tokenizer.json"
@@ -110,7 +110,8 @@ def _selection(path: Path) -> SelectionInput | None:
 
 
 def _failures(path: Path, lines: Sequence[Line]) -> dict[str, tuple[int, list[int]]]:
-    """Of finished iterations with failed episodes, and of the one that is not finished."""
+    """Count the reasons of failed episodes, of finished iterations with some and of the one that is
+    not finished."""
     whole = {line["iteration"] for line in lines if not line.get("rollout/episodes_failed")}
     counts: Counter[str] = Counter()
     where: dict[str, list[int]] = {}

@@ -38,7 +38,7 @@ _NAMED = ("environment", "finish_reason", "outcome")
 _LISTS = ["texts", "turn_rewards", "tokens", "loss_mask", "rollout_logprobs", "turn_starts"]
 _PER_PART = 256
 _FOR_TEXTS = 0.6
-"""Of a part's bytes; what they leave is for tokens."""
+"""Share of a part's bytes for texts; the rest is for tokens."""
 
 
 @dataclass(frozen=True)
@@ -180,12 +180,12 @@ class _Episodes:
         return [text for row in range(one, end) for text in self.values("texts", row)]
 
     def rewards(self, number: int) -> list[float]:
-        """Of the turns of an episode."""
+        """Return the rewards of the turns of an episode."""
         one, end = self.rows[number]
         return [_short(r) for row in range(one, end) for r in self.values("turn_rewards", row)]
 
     def summary(self, number: int) -> dict[str, Any]:
-        """What the list of episodes shows and filters by."""
+        """Return the values that the list of episodes shows and filters by."""
         one, end = self.rows[number]
         first = {name: column[one] for name, column in self.scalars.items()}
         return {
@@ -278,8 +278,8 @@ def _holds_secret(text: str) -> bool:
 
 
 def _was_redacted(texts: Sequence[str]) -> bool:
-    """Whether the run hid something in these texts, perhaps a secret that nobody here knows: no
-    redactor has seen the tokens."""
+    """Tell whether the run hid something in these texts, perhaps a secret that nobody here knows:
+    no redactor has seen the tokens."""
     return any(HIDDEN in text for text in texts)
 
 

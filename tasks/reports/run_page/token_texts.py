@@ -9,14 +9,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 UNFINISHED = "\ufffd"
-"""In the piece of a token that is a part of a character."""
+"""Character in the piece of a token that is a part of a character."""
 
 _LONGEST = 8
 """Tokens that one character of text may take, with room to spare."""
 
 
 def find_token_texts(files: Iterable[Path]) -> TokenTexts | None:
-    """Of the first file that is a tokenizer's; None where none is."""
+    """Return the texts of the first file that is a tokenizer's; None where none is."""
     for file in files:
         try:
             return TokenTexts(Tokenizer.from_file(str(file)))
@@ -46,8 +46,8 @@ class TokenTexts:
         return [self._known[token] for token in tokens]
 
     def joined(self, tokens: Sequence[int], unfinished: Iterable[int]) -> dict[int, str]:
-        """What stands at places whose piece is only a part of a character: the whole character at
-        the first of its tokens, nothing at the others. unfinished: these places, ascending."""
+        """Return the texts at places whose piece is only a part of a character: the whole character
+        at the first of its tokens, nothing at the others. unfinished: these places, ascending."""
         found: dict[int, str] = {}
         for at in unfinished:
             if at in found:

@@ -26,7 +26,8 @@ class Guess:
         return self._shown()
 
     def legal_answers(self) -> list[str]:
-        """What `step` takes now; a new small model first sees games of such answers."""
+        """List the answers that `step` takes now; a new small model first sees games of such
+        answers."""
         return [str(digit) for digit in range(self._low, self._high + 1)]
 
     def step(self, text: str) -> StepResult:

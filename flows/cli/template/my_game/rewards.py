@@ -1,4 +1,4 @@
-"""What the episodes of the game are worth."""
+"""Rewards of the game's episodes."""
 
 
 def reward_of(won: bool, legal: bool, turns: int) -> float:

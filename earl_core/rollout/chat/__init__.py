@@ -1,0 +1,1 @@
+"""Chats as tokens: templates, the ends of turns, calls of tools."""

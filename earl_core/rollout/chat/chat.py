@@ -1,0 +1,390 @@
+"""Chat over token ids: tokens in, tokens out.
+
+Sampled tokens are never decoded and encoded again. The next prompt of a conversation is what stands
+there already plus the tokens that the chat template puts after an answer: its end-of-turn, the new
+messages, and the header of the next answer. They are found once per template by rendering a dummy
+conversation and cutting after the dummy answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from earl_core.environments.base import Message, ToolCall
+from earl_core.rollout.chat.chat_template import QUESTION, RESULT, TOOL, ChatTemplate, called
+from earl_core.rollout.chat.disguise import Sampled
+from earl_core.rollout.chat.sized_cache import SizedCache
+from earl_core.rollout.chat.special_tokens import SpecialTokens
+from earl_core.rollout.chat.tool_calls import (
+    NO_TOOLS,
+    Answer,
+    ToolParser,
+    Tools,
+    call_id,
+    parser_of,
+)
+from earl_core.rollout.chat.tool_prompt import in_words
+from earl_core.rollout.chat.turn_ends import TurnEnds
+from earl_core.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_MARK = "earlanswermark"
+_CACHED_ANSWER_LENGTH = 8
+_MOST_TOOLS = 256
+
+_Key = tuple[str, ...]
+
+
+class ChatTokenizer:
+    """One tokenizer and one chat template.
+
+    tokenizer: a transformers tokenizer.
+    answer_prefix: text that every answer begins with; it is given to the model, not sampled.
+    stop: strings of one token each that end an answer, besides end-of-turn and end-of-text.
+    tool_format: of `tool_calls.FORMATS`, or auto.
+    eos_token_ids: that the model names beside the tokenizer's own.
+    rows: of the model's embeddings, which may be more than the tokenizer has tokens.
+    Raises `ConfigError` for templates that fail or lose answers and for stop strings that
+    are not one token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        answer_prefix: str = "",
+        stop: Sequence[str] = (),
+        tool_format: str = "auto",
+        eos_token_ids: Sequence[int] = (),
+        rows: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
+        self._tool_format = tool_format
+        self.vocabulary = rows or len(tokenizer)
+        """Number of tokens that the policy may sample."""
+        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        texts_end = tuple(dict.fromkeys([*own, *eos_token_ids]))
+        self._special = SpecialTokens(tokenizer, self._template.written, _MARK, texts_end)
+        self.answer_prefix = answer_prefix
+        self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
+        names = tokenizer.get_vocab()
+        self.longest = max(map(len, names))
+        """Characters that one token may stand for."""
+        self._bytes = frozenset(number for name, number in names.items() if _BYTE.fullmatch(name))
+        self._first: SizedCache[_Key, list[int]] = SizedCache()
+        self._following: SizedCache[_Key, list[int]] = SizedCache()
+        self._texts: SizedCache[tuple[int, ...], str] = SizedCache()
+        self._ends = self._turn_ends(texts_end)
+        asked = [self._single_token(text) for text in stop]
+        self.stop_token_ids = tuple(dict.fromkeys([*self._ends.ids, *asked]))
+        self._stable = {NO_TOOLS.key: self._probe_stability(NO_TOOLS)}
+
+    def prefix_stable(self, tools: Tools = NO_TOOLS) -> bool:
+        """Tell whether the template keeps earlier answers in place as a conversation goes on."""
+        if tools.key not in self._stable:
+            if len(self._stable) == _MOST_TOOLS:
+                self._stable.clear()
+            self._stable[tools.key] = self._probe_stability(tools)
+        return self._stable[tools.key]
+
+    def first_prompt(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> list[int]:
+        """Tokens of the first messages, the header of the answer and its prefix."""
+        return list(
+            self._first.of(
+                _key(messages, tools),
+                lambda: self.encode(self.render(messages, tools)) + self.prefix_tokens,
+            )
+        )
+
+    def next_prompt(
+        self, sampled: Sequence[int], messages: Sequence[Message], tools: Tools = NO_TOOLS
+    ) -> list[int]:
+        """The tokens that follow an answer: only what the template adds after it.
+
+        sampled: the answer's sampled tokens (prefix not included). End-of-turn tokens at its end
+        are not repeated; those that were not sampled (the answer hit its budget) are added.
+        """
+        tokens = self._following.of(
+            _key(messages, tools), lambda: self.encode(self._after_answer(messages, tools))
+        )
+        return self.next_tokens(sampled, tokens)
+
+    def next_tokens(self, sampled: Sequence[int], following: list[int]) -> list[int]:
+        """The same of the tokens that follow an answer in the template's text."""
+        return following[self._ends.overlap(sampled, following) :] + self.prefix_tokens
+
+    def read(self, sampled: Sequence[int], tools: Tools = NO_TOOLS) -> Answer:
+        """An answer and the calls of tools in it; without tools none are looked for."""
+        text = self.text_of(sampled)
+        if not tools:
+            return Answer(text, text)
+        raw, parser = self.raw_text_of(sampled), self.parser
+        try:
+            beside, calls = parser.parse(raw, tools)
+        except ValueError as error:
+            return Answer(text, raw, error=str(error))
+        return Answer(beside if calls else text, raw, calls)
+
+    def text_of(self, sampled: Sequence[int]) -> str:
+        """An answer as text for environments: the prefix in front, special tokens and what ends the
+        turn dropped."""
+        said = list(self._ends.cut(sampled))
+        if len(said) > _CACHED_ANSWER_LENGTH:
+            return self._decode_answer(said)
+        return self._texts.of(tuple(said), lambda: self._decode_answer(said))
+
+    def beginning_of(self, sampled: Sequence[int]) -> str:
+        """The text that every answer has in front that begins with these tokens: no character that
+        the next tokens may complete."""
+        known = len(sampled)
+        # Bytes that a vocabulary has beside its words are decoded together, across what is dropped.
+        while known and (
+            sampled[known - 1] in self._bytes or sampled[known - 1] in self._special.ids
+        ):
+            known -= 1
+        return self.text_of(sampled[:known]).rstrip("\ufffd") if known else ""
+
+    def raw_text_of(self, sampled: Sequence[int]) -> str:
+        """An answer as a template wants it back: end-of-turn cut off, other specials kept."""
+        tokens = list(self._ends.cut(sampled))
+        while tokens and tokens[-1] in self.stop_token_ids and tokens[-1] in self._special.ids:
+            tokens.pop()
+        return self.answer_prefix + self._decode(tokens, skip_special_tokens=False)
+
+    @cached_property
+    def parser(self) -> ToolParser:
+        """Make the parser of the calls in answers. Raises `ConfigError` where the model's form is
+        not known."""
+        template = self._template
+        return parser_of(self._tokenizer, template.sources, self._tool_format, template.knows_tools)
+
+    def own(self, sampled: str) -> str:
+        """A text of the policy's as the content of a message: its tokens stay tokens."""
+        return self._special.own(sampled)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = NO_TOOLS,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The template's text of a conversation, by default ending where an answer begins; for
+        `encode`: control tokens in texts that are not the policy's `own` are quoted in it."""
+        disguise = self._special.disguise((messages, tools.schemas))
+        try:
+            hidden = [disguise.message(message) for message in messages]
+            if tools:
+                tools = Tools(disguise.schemas(tools.schemas))
+            used = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+            if used and not self._template.knows_tools:
+                hidden = in_words(hidden, tools, self._template.knows_system)
+                tools = NO_TOOLS
+            text = self._template.apply(hidden, tools, add_generation_prompt)
+        except Exception as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigError(
+                f"the chat template cannot render messages with the roles {roles}: "
+                f"{disguise.removed(str(error))}. Use "
+                "an environment that sends only roles the template knows, or set "
+                "model.chat_template to a Jinja file that does"
+            ) from error
+        return self._special.undisguised(text, disguise)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of template text; see `SpecialTokens.encode`."""
+        return self._special.encode(text)
+
+    def _decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return str(
+            self._tokenizer.decode(
+                tokens,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def _decode_answer(self, tokens: list[int]) -> str:
+        prefix = self.prefix_tokens
+        # Decoding both together keeps the space that some tokenizers drop from a first token.
+        if prefix and self._decode(prefix, skip_special_tokens=True) == self.answer_prefix:
+            return self._decode(prefix + tokens, skip_special_tokens=True)
+        return self.answer_prefix + self._decode(tokens, skip_special_tokens=True)
+
+    def _after_answer(
+        self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text that the template puts after an answer that these messages follow."""
+        plain, calls = _answered(Sampled(_MARK)), called(messages)
+        try:
+            return self._after([*plain, *messages], tools, add_generation_prompt)
+        except ConfigError:
+            if not calls:
+                raise
+        # Some templates render results only after the calls that they are of.
+        answer = _answered(Sampled(_MARK), calls)
+        written = self._after(answer, tools, False)
+        written = written.removesuffix(self._after(plain, tools, False))
+        after = self._after([*answer, *messages], tools, add_generation_prompt)
+        if not after.startswith(written):
+            raise ConfigError(
+                "the chat template writes calls of tools anew once their results follow, so that "
+                "what follows an answer is unknown: set model.chat_template to a Jinja file that "
+                "keeps them as they are"
+            )
+        return after.removeprefix(written)
+
+    def _after(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
+        text = self.render(messages, tools, add_generation_prompt)
+        before, found, after = text.partition(_MARK)
+        if not found or _MARK in after:
+            raise ConfigError(
+                f"the chat template renders an answer {text.count(_MARK)} times instead of once, "
+                f"so what follows an answer is unknown (after {before[-40:]!r}): set "
+                "model.chat_template to a Jinja file that keeps the assistant's content as it is"
+            )
+        return after
+
+    def _probe_stability(self, tools: Tools) -> bool:
+        """Tell whether prompts and answers stay in place, unchanged, when the conversation goes
+        on."""
+        followed = [[QUESTION], [*_answered("answer"), QUESTION]]
+        if tools:
+            followed += [[RESULT], [RESULT, *_answered("answer")[1:], QUESTION]]
+        prompt = self.render([QUESTION], tools)
+        for content in (Sampled(_MARK), Sampled(f"<think>\n{_MARK}\n</think>\n\nanswer")):
+            text = self.render(_answered(content), tools, add_generation_prompt=False)
+            start, kept, _ = text.partition(content)
+            if not kept or not (prompt.startswith(start) or start.startswith(prompt)):
+                return False
+            if not all(self._extends(start, content, each, tools) for each in followed):
+                return False
+        return True
+
+    def _extends(
+        self, start: str, content: str, following: Sequence[Message], tools: Tools
+    ) -> bool:
+        try:
+            longer = self.render([*_answered(content), *following], tools)
+        except ConfigError:
+            calls = called(following)
+            if not calls:
+                raise
+            longer = self.render([*_answered(content, calls), *following], tools)
+        return longer.startswith(start + content)
+
+    def _turn_ends(self, texts_end: Sequence[int]) -> TurnEnds:
+        ends = TurnEnds(self._special.ids, self._tokenizer, texts_end)
+        for tools in (NO_TOOLS, TOOL) if self._template.knows_tools else (NO_TOOLS,):
+            closing = self.encode(self._after_answer([], tools, add_generation_prompt=False))
+            if not ends.closes(closing):
+                for message in (QUESTION, RESULT) if tools else (QUESTION,):
+                    ends.is_followed(self.encode(self._after_answer([message], tools)))
+        return ends
+
+    def _single_token(self, text: str) -> int:
+        tokens = self.encode(text)
+        if len(tokens) == 1 and tokens[0] != self._tokenizer.unk_token_id:
+            return tokens[0]
+        known = self._tokenizer.get_vocab().get(text)
+        if known is not None:
+            return int(known)
+        raise ConfigError(
+            f"rollout.stop holds {text!r}, which is {len(tokens)} tokens for this tokenizer: give "
+            "strings that are one token each, or leave it out and end answers by "
+            "rollout.max_tokens_per_turn"
+        )
+
+
+class Conversation:
+    """The token side of one episode: which tokens come next, and whether a new sample begins.
+
+    With a template that keeps earlier answers in place (`ChatTokenizer.prefix_stable`) a next
+    prompt always extends the tokens before it. With one that rewrites them (drops reasoning, say)
+    the conversation is rendered again each turn, and where that does not extend what stands
+    there, a new sample begins with the whole conversation. Answers without reasoning are rendered
+    as marks: templates write calls of tools anew, with other spaces than the model's.
+    """
+
+    def __init__(self, chat: ChatTokenizer, tools: Tools = NO_TOOLS) -> None:
+        self._chat = chat
+        self._tools = tools
+        self._messages: list[Message] = []
+        self._text = ""
+        self._marked: dict[str, str] = {}
+        self._calls = 0
+        if tools:
+            # Raises what is wrong with them before anything is sampled.
+            _ = chat.parser
+
+    def copy(self, chat: ChatTokenizer | None = None) -> Conversation:
+        """Another one that stands where this one does. chat: what it uses, a copy of this one's."""
+        other = Conversation(chat or self._chat, self._tools)
+        other._messages, other._text = list(self._messages), self._text
+        other._calls, other._marked = self._calls, dict(self._marked)
+        return other
+
+    def begin(self, messages: Sequence[Message]) -> list[int]:
+        """The first prompt."""
+        if not self._chat.prefix_stable(self._tools):
+            self._messages = list(messages)
+            self._text = self._chat.render(messages, self._tools)
+        return self._chat.first_prompt(messages, self._tools)
+
+    def read(self, sampled: Sequence[int]) -> Answer:
+        """An answer and the calls of the conversation's tools in it."""
+        return self._chat.read(sampled, self._tools)
+
+    def message(self, answer: Answer) -> Message:
+        """An answer as a message; its calls are numbered through the conversation."""
+        first, self._calls = self._calls, self._calls + len(answer.calls)
+        return answer.message(first)
+
+    def complaint(self, answer: Answer) -> Message:
+        """Make the message to a model whose calls could not be read."""
+        text = f"Error: the call could not be read: {answer.error}"
+        number, self._calls = self._calls, self._calls + 1
+        name = self._tools.schemas[0]["function"]["name"]
+        return Message(role="tool", content=text, tool_call_id=call_id(number), name=name)
+
+    def follow(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], bool]:
+        """Tokens after an answer, and whether they begin a new sample (then they are a whole
+        prompt) or extend the tokens before them."""
+        chat = self._chat
+        if chat.prefix_stable(self._tools):
+            return chat.next_prompt(sampled, messages, self._tools), False
+        answer = content = chat.own(chat.raw_text_of(sampled))
+        if "think>" not in answer:
+            content = Sampled(f"{_MARK}{len(self._messages)}.")
+            self._marked[content] = answer
+        self._messages += [{"role": "assistant", "content": content}, *messages]
+        standing, self._text = self._text, chat.render(self._messages, self._tools)
+        before, found, after = self._text[len(standing) :].partition(content)
+        if not self._text.startswith(standing) or not found or before.strip():
+            whole = self._text
+            for mark, said in self._marked.items():
+                whole = whole.replace(mark, said)
+            return chat.encode(whole) + chat.prefix_tokens, True
+        return chat.next_tokens(sampled, chat.encode(after)), False
+
+
+def _answered(content: str, calls: Sequence[ToolCall] = ()) -> list[Message]:
+    answer: Message = {"role": "assistant", "content": content}
+    if calls:
+        answer["tool_calls"] = list(calls)
+    return [QUESTION, answer]
+
+
+def _key(messages: Sequence[Message], tools: Tools) -> _Key:
+    key = [tools.key]
+    for message in messages:
+        key += [message["role"], message["content"]]
+        if len(message) > 2:
+            key.append(json.dumps(message))
+    return tuple(key)

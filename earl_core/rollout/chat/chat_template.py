@@ -1,0 +1,140 @@
+"""The chat templates of a tokenizer: which one renders, what they write, what they know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from earl_core.environments.base import Message, ToolCall
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools, call_id
+from earl_core.rollout.chat.tool_prompt import WRITTEN
+from earl_core.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:"
+    "{% if message['role'] == 'assistant' %}{{ message['content'] }}{{ eos_token }}"
+    "{% else %} {{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""Used when neither the tokenizer nor the configuration has a chat template, after the beginning of
+a text where the tokenizer has one. The space before an answer is left to the model: most
+vocabularies join it to the first word."""
+
+QUESTION: Message = {"role": "user", "content": "question"}
+TOOL = Tools(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "earltoolmark",
+                "description": "A tool.",
+                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+            },
+        }
+    ]
+)
+RESULT: Message = {
+    "role": "tool",
+    "content": "1",
+    "tool_call_id": call_id(0),
+    "name": "earltoolmark",
+}
+_SYSTEM = "earlsystemmark"
+
+
+def called(results: Sequence[Message]) -> list[ToolCall]:
+    """Calls that have these results."""
+    return [
+        ToolCall(
+            id=result.get("tool_call_id", call_id(number)),
+            type="function",
+            function={"name": result.get("name", "tool"), "arguments": {}},
+        )
+        for number, result in enumerate(results)
+        if result["role"] == "tool"
+    ]
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer that has one, several by name, or none.
+
+    Where there are several, `tool_use` renders conversations with tools and `default` the others,
+    as transformers chooses. Raises `ConfigError` where there is no default.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        named = _named(tokenizer)
+        if "default" not in named:
+            raise ConfigError(
+                f"the tokenizer has chat templates named {', '.join(sorted(named))} and none named "
+                "default",
+                remedy="set model.chat_template to the Jinja file of one of them",
+            )
+        self._default = named["default"]
+        self._tool_use = named.get("tool_use", self._default)
+        self.sources = "\n".join(dict.fromkeys((self._tool_use, self._default)))
+        """Texts of all templates, the one for tools first."""
+        self.knows_tools = TOOL.schemas[0]["function"]["name"] in self._tried([QUESTION], TOOL)
+        """True when the model is told of tools."""
+        self.knows_system = _SYSTEM in self._tried(
+            [{"role": "system", "content": _SYSTEM}, QUESTION], NO_TOOLS
+        )
+        """True when there may be a message of the system."""
+
+    @property
+    def written(self) -> str:
+        """Texts that the templates hold, and texts that they and our own words for tools write."""
+        answer: Message = {"role": "assistant", "content": "answer"}
+        calling: Message = {"role": "assistant", "content": "", "tool_calls": called([RESULT])}
+        rendered = [
+            self._tried([*first, QUESTION, *more], tools, prompt)
+            for first in ([], [Message(role="system", content="system")])
+            for more in ([], [answer], [answer, QUESTION], [calling], [calling, RESULT])
+            for tools in (NO_TOOLS, TOOL)
+            for prompt in (True, False)
+        ]
+        return "\n".join([self.sources, WRITTEN, *rendered])
+
+    def apply(
+        self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation. Raises whatever the template raises."""
+        text: Any = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools.schemas) or None,
+            chat_template=self._tool_use if tools else self._default,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+        return str(text)
+
+    def _tried(
+        self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
+    ) -> str:
+        try:
+            return self.apply(messages, tools, add_generation_prompt)
+        except Exception:  # whatever a template raises for what it does not know
+            return ""
+
+
+def _named(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    templates: Any = tokenizer.chat_template
+    if isinstance(templates, Mapping):
+        return dict(templates)
+    if isinstance(templates, list):
+        return {str(each["name"]): str(each["template"]) for each in templates}
+    begins = "{{ bos_token }}" if not templates and _begins_texts(tokenizer) else ""
+    return {"default": templates or begins + PLAIN_TEMPLATE}
+
+
+def _begins_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether the model has seen a token before each text."""
+    begin = tokenizer.bos_token_id
+    if begin is None:
+        return False
+    # Where it is the end of texts, too, the tokenizer's own rule tells.
+    return begin != tokenizer.eos_token_id or begin in tokenizer.encode("a")[:1]
