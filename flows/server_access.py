@@ -97,10 +97,10 @@ class Access(NamedTuple):
                     raise
             time.sleep(_BUSY_SECONDS)
 
-    def lets_in(self, timeout: float = PROBE_SECONDS) -> bool:
+    def lets_in(self) -> bool:
         """Tell whether the server answers a client with this password, or with none."""
         with suppress(OSError, ValueError):
-            self.ask("admin/version", timeout=timeout)
+            self.ask("admin/version", timeout=PROBE_SECONDS)
             return True
         return False
 

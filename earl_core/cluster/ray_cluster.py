@@ -209,7 +209,7 @@ class RayHost:
             self._ended.wait(_PING_SECONDS)
 
 
-def _ask_head(function: Callable[[], T], seconds: float = UNANSWERED_SECONDS) -> T:
+def _ask_head(function: Callable[[], T]) -> T:
     """A call for which Ray's head is needed and that Ray gives no deadline. Raises
     `ConnectionError`."""
     answer: Future[T] = Future()
@@ -222,10 +222,10 @@ def _ask_head(function: Callable[[], T], seconds: float = UNANSWERED_SECONDS) ->
 
     threading.Thread(target=work, name="earl-ray-head", daemon=True).start()
     try:
-        return answer.result(seconds)
+        return answer.result(UNANSWERED_SECONDS)
     except FutureTimeout:
         raise ConnectionError(
-            f"the head of the Ray cluster was silent for {seconds:.0f} s"
+            f"the head of the Ray cluster was silent for {UNANSWERED_SECONDS:.0f} s"
         ) from None
 
 

@@ -97,12 +97,10 @@ def end(service: Service) -> None:
         raise ServiceFailed(f"{TITLES[service.name]} does not end: look at process {pids}")
 
 
-def mlflow_answers(service: Service, timeout: float = 1.0) -> bool:
+def mlflow_answers(service: Service) -> bool:
     """Tell whether the MLflow server of `earl up` answers: that one and no other."""
     try:
-        with opener(service.certificate).open(
-            f"{service.secure}/health", timeout=timeout
-        ) as answer:
+        with opener(service.certificate).open(f"{service.secure}/health", timeout=1.0) as answer:
             return bool(answer.status == 200)
     except (OSError, ValueError, http.client.HTTPException):
         return False

@@ -31,6 +31,7 @@ import psutil
 from earl_core.dispatch.segments.page_lock import PageLock
 from earl_core.system.errors import EarlError
 
+_MOST_NAMED = 5  # files and leases that a message names
 _MAX_IDLE = 128  # mappings without a lease that stay cached; each costs two descriptors
 _BUSY_SECONDS = 5.0  # a releaser holds its lock for microseconds; one that was stopped, for ever
 
@@ -366,7 +367,7 @@ def process_name(pid: int) -> str:
     return " ".join(words).replace("\n", " ").strip()[:60] or "no command line"
 
 
-def describe_holders(paths: Iterable[Path], most: int = 5) -> str:
+def describe_holders(paths: Iterable[Path]) -> str:
     """Describe the content of a full pool: its largest files, and every process whose leases keep
     files, with all of them however small, because only those cannot be released."""
     sizes: dict[Path, int] = {}
@@ -385,12 +386,12 @@ def describe_holders(paths: Iterable[Path], most: int = 5) -> str:
     for pid in sorted(kept, key=lambda pid: -held[pid]):
         names = [path.name for path in sorted(kept[pid], key=lambda path: -sizes[path])]
         number = "1 file" if len(names) == 1 else f"{len(names)} files"
-        shown = f"{number}, {held[pid]:,}: {_first(names, most)}"
+        shown = f"{number}, {held[pid]:,}: {_first(names)}"
         leases.append(f"{pid} {process_name(pid)!r} keeps {shown}")
-    files = _first([f"{path.name} ({sizes[path]:,})" for path in filled], most)
-    return f"It holds {files}. Leases: {_first(leases, most, '; ') or 'none'}"
+    files = _first([f"{path.name} ({sizes[path]:,})" for path in filled])
+    return f"It holds {files}. Leases: {_first(leases, '; ') or 'none'}"
 
 
-def _first(texts: list[str], most: int, between: str = ", ") -> str:
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return between.join(texts[:most]) + more
+def _first(texts: list[str], between: str = ", ") -> str:
+    more = f" and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
+    return between.join(texts[:_MOST_NAMED]) + more
