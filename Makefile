@@ -41,8 +41,9 @@ lint: $(TEST_STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-# Two at a time, a file's tests on one worker: they share what its fixtures start.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two at a time, a file's tests on one worker: they share what its fixtures start. The longest files
+# are begun first (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: lint
 	$(PYTEST)

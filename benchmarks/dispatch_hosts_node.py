@@ -1,8 +1,8 @@
 """One host of `dispatch_hosts`: a process that serves its shards and one that works.
 
 Both enter the host's namespace first. The worker does what it is told over a pipe and answers with
-the time at which it was done; all processes share the machine's monotonic clock. What it received
-is compared with what the producers wrote, row by row, outside of the measured time.
+the time at which it was done; all processes share the machine's monotonic clock. The received rows
+are compared with those that the producers wrote, one by one, outside of the measured time.
 """
 
 from __future__ import annotations

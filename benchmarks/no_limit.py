@@ -147,7 +147,7 @@ def _shown(found: Sequence[Finished]) -> list[Finished]:
 
 @contextmanager
 def _prefect(scratch: Path) -> Iterator[None]:
-    """A Prefect server outside of the cap, for the cap is about training."""
+    """A Prefect server outside of the cap, because the cap is about training."""
     os.environ.pop("PREFECT_API_URL", None)
     os.environ["PREFECT_HOME"] = str(scratch / "prefect")
     started = server.start(server.configure(scratch / "runs"), scratch / "runs")

@@ -179,7 +179,7 @@ class Side(Protocol):
     """A program whose update is measured."""
 
     def prepare(self, episodes: list[RecordedEpisode]) -> None:
-        """Whatever is not part of the update."""
+        """Do whatever is not part of the update."""
 
     def update(self) -> dict[str, float]:
         """One update of what was prepared: `norm` of its gradient, `computed` tokens."""

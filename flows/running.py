@@ -23,12 +23,12 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_SSL_CERT_FILE,
 from prefect.states import Cancelled
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.control.live import interrupt_all
 from earl_core.control.run_controller import (
     HostsChanged,
     RunController,
     close_controller,
     find_controller,
-    interrupt_all,
     open_controller,
 )
 from earl_core.run.lock import is_locked

@@ -54,7 +54,7 @@ def configure(runs_directory: str | Path) -> Path:
     """Set Prefect's and MLflow's environment for this project; returns the Prefect home.
 
     Settings of the environment are kept: PREFECT_HOME (else `<runs_directory>/prefect`),
-    PREFECT_API_URL, logging. Telemetry is off. Prefect's console log is off, for its tracebacks
+    PREFECT_API_URL, logging. Telemetry is off. Prefect's console log is off, because its tracebacks
     repeat what the command reports itself; its interface still shows every log line.
 
     Raises `ConfigError` when nothing can be written into the runs directory or the Prefect home.
@@ -97,7 +97,7 @@ def _ask_loopback_directly() -> None:
 def _make_writable(directory: Path, name: str) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Tried, for some file systems allow what permissions say and refuse it all the same.
+        # Tried, because some file systems allow what permissions say and refuse it all the same.
         with tempfile.TemporaryFile(dir=directory):
             return
     except OSError as error:
@@ -194,15 +194,15 @@ class Server:
         """Notice from now on that it is lost."""
         return ServerWatch(self.access, self._process)
 
-    def ready(self, timeout: float = START_SECONDS) -> None:
+    def ready(self) -> None:
         """Wait until the server answers; raises `ServerUnavailable` with the end of its log."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + START_SECONDS
         while not self.access.healthy(5 * PROBE_SECONDS):
             ended = self.ended
             if self._stopped.is_set():
                 raise ServerUnavailable("the temporary Prefect server was stopped while it started")
             if ended or time.monotonic() > deadline:
-                how = "ended" if ended else f"did not answer within {timeout:.0f} s"
+                how = "ended" if ended else f"did not answer within {START_SECONDS:.0f} s"
                 raise ServerUnavailable(
                     f"the temporary Prefect server {how}: look at its log {self._log}, or start "
                     f"one with `earl up`.\n{tail(self._log)}"
@@ -330,10 +330,13 @@ def _forget_dead(home: Path) -> None:
             certificate.unlink(missing_ok=True)
 
 
-def tail(log: Path, lines: int = 15) -> str:
+_TAIL_LINES = 15
+
+
+def tail(log: Path) -> str:
     """The end of a log, each line with the sign of a quotation."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    return "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+    return "\n".join(f"  | {line}" for line in text.splitlines()[-_TAIL_LINES:])

@@ -28,7 +28,8 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def _only_api(app: Application) -> Application:
-    """Without web pages nothing outside of the API is served: Prefect asks no password there."""
+    """Serve nothing outside of the API, for a server without web pages: Prefect asks no password
+    there."""
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"].startswith("/api/"):

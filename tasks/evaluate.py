@@ -12,11 +12,11 @@ from tasks.stage import StageInputs, stage_task
 
 @stage_task
 def evaluation(given: StageInputs) -> dict[str, Any]:
-    """Play prompts and seeds that training never uses with policy version `iteration`."""
-    controller, version, plan = given.controller, given.iteration, given.plan
-    weights = input_weights(controller, plan["update"], version)
-    with StageWatch(controller, plan["rollout"], version).fitting():
-        result = play_evaluation(controller, plan["rollout"], version, weights)
+    """Play prompts and seeds that training never uses."""
+    controller, iteration, plan = given.controller, given.iteration, given.plan
+    weights = input_weights(controller, plan["update"], iteration)
+    with StageWatch(controller, plan["rollout"], iteration).fitting():
+        result = play_evaluation(controller, plan["rollout"], iteration, weights)
     shares = {
         f"outcome/{name}/{part}": float(value)
         for name, parts in result["outcomes"].items()

@@ -17,9 +17,9 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.control.device_figures import with_cores, with_figures
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import read_hardware
+from earl_core.control.live import find, live
 from earl_core.control.precision import resolved
 from earl_core.control.profile_workers import ProfileWorkers
-from earl_core.control.run_controller import find, live
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import SELECTABLE

@@ -13,7 +13,7 @@ from tasks.stage import StageInputs, stage_task
 
 @stage_task
 def rollout(given: StageInputs) -> dict[str, Any]:
-    """Play this iteration's episodes with policy version `iteration`."""
+    """Play this iteration's episodes."""
     controller, iteration, plan = given.controller, given.iteration, given.plan
     weights = input_weights(controller, plan["update"], iteration)
     watch = StageWatch(controller, plan["rollout"], iteration)

@@ -96,7 +96,7 @@ def run_stage(controller: RunController, iteration: int, stage: str, body: Body)
         iteration=iteration,
         stage=stage,
         key=verdict.key,
-        policy_version=iteration,
+        policy_version=controller.run.versions.of_stage(iteration, stage),
         shards=shards,
         outputs=result.get("outputs", {}),
         metrics={name: float(value) for name, value in metrics.items() if _finite(value)},

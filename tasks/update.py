@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from earl_core.control.learner import call_learner, drop_handoff, ensure_learner
+from earl_core.control.learner import call_learner, ensure_learner
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch, load_of
+from earl_core.run.policy_versions import MADE
 from tasks.stage import StageInputs, stage_task
 
 logger = logging.getLogger(__name__)
@@ -15,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 @stage_task
 def update(given: StageInputs) -> dict[str, Any]:
-    """Make policy version `iteration + 1` out of version `iteration`, once."""
+    """Train the newest policy version, once; that makes the next one."""
     controller, iteration, deployment = given.controller, given.iteration, given.plan["update"]
-    run = controller.run
-    checkpoint = run.checkpoint_path(iteration) if due(controller, iteration) else None
+    run, learner = controller.run, controller.learners[deployment.stage]
+    checkpoint = learner.checkpoint(iteration) if due(controller, iteration) else None
     load = load_of(given.manifests["rollout"].metrics)
     watch = StageWatch(controller, deployment, iteration)
     with watch.fitting(load):
-        ensure_learner(controller, deployment, iteration, version=iteration)
+        ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
         if not controller.hardware.gpus:
             # With GPUs whoever asks for a learner has made room already.
             controller.groups.make_room("update", deployment)
@@ -34,15 +35,15 @@ def update(given: StageInputs) -> dict[str, Any]:
             agreed=("policy_version", "digest", "steps_applied"),
             manifests=given.references,
             link_bytes=given.plan.link_bytes("update"),
-            checkpoint=str(checkpoint.resolve()) if checkpoint else None,
+            checkpoint=str(checkpoint) if checkpoint else None,
             record={
                 "run": run.uid,
                 "tracking": run.record.get("tracking"),
                 "key": controller.verdicts[iteration, "update"].key,
             },
         )
-    controller.live_version = int(result["policy_version"])
-    drop_handoff(controller)
+    learner.version = int(result["policy_version"])
+    learner.drop_handoff()
     run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
     warning = controller.config.mismatch_watch.warning(result["metrics"], iteration)
     if warning:
@@ -51,7 +52,7 @@ def update(given: StageInputs) -> dict[str, Any]:
     outputs = watch.measured(metrics) if result["steps_applied"] else {}
     return {
         "shards": result["shards"],
-        "outputs": {**outputs, "digest": result["digest"]},
+        "outputs": {**outputs, "digest": result["digest"], MADE: result["policy_version"]},
         "metrics": metrics,
     }
 

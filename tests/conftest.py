@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Threads that spin while they wait take the cores from those they wait for: all tests and what
     # they start have two cores, and spinning was up to half of the CPU time.
     os.environ["OMP_WAIT_POLICY"] = "passive"
+    # Else each process that a test starts compiles all of our modules again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if config.option.markexpr == "gpu":
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -31,6 +33,27 @@ def pytest_configure(config: pytest.Config) -> None:
         version("vllm")
         # The build for GPUs starts no engine without one: as if it were not installed.
         sys.modules["vllm"] = None  # type: ignore[assignment]
+
+
+_LONGEST = (
+    # Slow tests.
+    *("hosts/test_two_hosts", "browser/test_browser", "docs/test_tested_pages", "flows/test_gyms"),
+    *("learner/test_worker_faults", "flows/test_prefect", "flows/test_vllm_layouts"),
+    *("flows/test_resume", "flows/test_layouts", "cluster/test_engine_tree"),
+    # Fast ones, and files with both.
+    *("flows/test_power_loss", "cli/test_training", "flows/test_rank_faults"),
+    *("flows/test_selector_runs", "learner/test_compiled_layers", "flows/test_secrets"),
+    *("durability/test_crashes", "flows/test_episodes", "flows/test_going_back"),
+    *("learner/test_memory_formula", "learner/test_loading", "learner/test_mesh_equality"),
+    *("engines/test_vllm_engine", "flows/test_precision", "durability/test_edits"),
+)
+"""Files of tests/ that take longest; begun last, one would leave the other worker without work."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    place = {f"tests/{name}.py": number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: place.get(item.location[0], len(place)))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -272,7 +272,7 @@ class LocalCluster:
 
 
 def local_hosts(count: int) -> list[LocalHost]:
-    """This machine in `count` equal parts that work as hosts do. Raises `ConfigError`."""
+    """Divide this machine into `count` equal parts that work as hosts do. Raises `ConfigError`."""
     whole = read_resources()
     if count == 1:
         return [LocalHost(resources=whole)]

@@ -210,8 +210,7 @@ class RayHost:
 
 
 def _ask_head(function: Callable[[], T]) -> T:
-    """A call for which Ray's head is needed and that Ray gives no deadline. Raises
-    `ConnectionError`."""
+    """Ask Ray's head what Ray gives no deadline. Raises `ConnectionError`."""
     answer: Future[T] = Future()
 
     def work() -> None:

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from earl_core.deployment.placement import PLACEMENTS, Placement
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -20,65 +13,69 @@ from earl_core.system.settings import Settings
 from earl_core.system.similar import meant
 
 
-class _Section:
-    """A run file's section of a stage: some fields of its `StageDeployment`, each explained."""
+class _Stage(Settings):
+    """A run file's section of a stage: some fields of its `StageDeployment`."""
 
-    def __init__(self, stage: str, **keys: str) -> None:
-        self._stage, self._keys = stage, keys
-
-    def read(self, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if "replicate" in given:
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "replicate" in given:
             raise ValueError("`replicate` is called `replicas` now: rename it")
-        for key in given:
-            if key not in self._keys:
-                raise ValueError(f"`{key}` is no key of it: use {', '.join(self._keys)}")
-        return {"stage": self._stage, **given}
+        return given
 
-    def write(self, deployment: StageDeployment) -> dict[str, Any]:
-        return {key: getattr(deployment, key) for key in self._keys}
+
+class RolloutStage(_Stage):
+    """Engines of the rollout."""
+
+    replicas: int = Field(
+        default=1, ge=1, description="Number of engines, each with a copy of the weights."
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Tensor-parallel degree of each engine; above 1 with vllm only.",
+    )
 
     @property
-    def schema(self) -> dict[str, Any]:
-        """The JSON schema of the section, as a run file has it."""
-        defaults = self.write(StageDeployment(self._stage))
-        properties = {}
-        for key, description in self._keys.items():
-            kind: dict[str, Any] = {"type": "boolean"}
-            if key != "offload_optimizer":
-                kind = {"type": "integer", "minimum": min(defaults[key], 1)}
-            properties[key] = {**kind, "default": defaults[key], "description": description}
-        return {"type": "object", "additionalProperties": False, "properties": properties}
+    def deployment(self) -> StageDeployment:
+        """Without what other sections set."""
+        return StageDeployment("rollout", **self.model_dump())
 
 
-_ROLLOUT = _Section(
-    "rollout",
-    replicas="Number of engines, each with a copy of the weights.",
-    tensor_parallel="Tensor-parallel degree of each engine; above 1 with vllm only.",
-)
-_UPDATE = _Section(
-    "update",
-    replicas="Data-parallel replicas of the parameters, which see different samples.",
-    shard="Ranks that share one replica, its gradients and its optimizer state (FSDP).",
-    context_parallel="Context-parallel degree: ranks that share the tokens of a microbatch.",
-    tensor_parallel="Tensor-parallel degree: ranks that share each matrix.",
-    offload_optimizer="Keep the optimizer state in the host's memory; GPUs only.",
-    logits_chunk_tokens="Positions whose logits exist at the same time; 0: as memory allows.",
-)
+class UpdateStage(_Stage):
+    """Mesh of the update."""
 
-RolloutStage = Annotated[
-    StageDeployment,
-    BeforeValidator(_ROLLOUT.read),
-    PlainSerializer(_ROLLOUT.write),
-    WithJsonSchema(_ROLLOUT.schema),
-]
-UpdateStage = Annotated[
-    StageDeployment,
-    BeforeValidator(_UPDATE.read),
-    PlainSerializer(_UPDATE.write),
-    WithJsonSchema(_UPDATE.schema),
-]
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        description="Data-parallel replicas of the parameters, which see different samples.",
+    )
+    shard: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that share one replica, its gradients and its optimizer state (FSDP).",
+    )
+    context_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Context-parallel degree: ranks that share the tokens of a microbatch.",
+    )
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="Tensor-parallel degree: ranks that share each matrix."
+    )
+    offload_optimizer: bool = Field(
+        default=False, description="Keep the optimizer state in the host's memory; GPUs only."
+    )
+    logits_chunk_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Positions whose logits exist at the same time; 0: as memory allows.",
+    )
+
+    @property
+    def deployment(self) -> StageDeployment:
+        """Without what other sections set."""
+        return StageDeployment("update", **self.model_dump())
 
 
 class StageChange(Settings):
@@ -162,7 +159,7 @@ class StagesConfig(Settings):
         for change in self.changes:
             if change.iteration <= iteration:
                 rollout, update = change.rollout or rollout, change.update or update
-        return rollout, update
+        return rollout.deployment if rollout else None, update.deployment if update else None
 
     def since(self, iteration: int, stage: str) -> int:
         """The iteration since which the stage is deployed as in this one; 0: the beginning."""

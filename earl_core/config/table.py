@@ -89,11 +89,11 @@ def _stage_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     stages, moved = config.stages, config.selector.moves
     rows = [
         (f"stage deployment of the {stage}", given.label if given else _OPEN, f"stages.{stage}")
-        for stage, given in (("rollout", stages.rollout), ("update", stages.update))
+        for stage, given in zip(("rollout", "update"), stages.at(0), strict=True)
         if stage not in moved
     ]
     for change in stages.changes:
-        named = [each for each in (change.rollout, change.update) if each is not None]
+        named = [each.deployment for each in (change.rollout, change.update) if each is not None]
         text = "; ".join(f"{each.stage} {each.label}" for each in named)
         rows.append((f"from iteration {change.iteration} on", text, "stages.changes"))
     rows.append(("devices of the two", stages.placement, "stages.placement"))

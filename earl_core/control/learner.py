@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.cluster.rpc import same_results
+from earl_core.control.learner_handle import LearnerHandle
 from earl_core.control.resume_point import StateLost, saved_state
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch
@@ -29,12 +29,13 @@ def ensure_learner(
     through a checkpoint. One that holds another version, and a fresh group, load the checkpoint of
     the version needed. Raises `StateLost` when there is none: the missing iterations come first.
     """
+    learner = controller.learners[deployment.stage]
     with StageWatch(controller, deployment, iteration).timing_switch():
-        saved = _redeploy(controller, deployment, iteration)
-        controller.groups.get("update", deployment)
-        if controller.live_version is None and saved is not None:
+        saved = _redeploy(controller, learner, deployment, iteration)
+        controller.groups.get(learner.role, deployment)
+        if learner.version is None and saved is not None:
             _restore(controller, deployment, iteration, saved)
-        if controller.live_version != version:
+        if learner.version != version:
             _restore(controller, deployment, iteration, saved_state(controller.run, version))
 
 
@@ -45,7 +46,7 @@ def _restore(
     result = call_learner(
         controller, deployment, "restore", iteration, kept=False, checkpoint=checkpoint
     )
-    controller.live_version = int(result["policy_version"])
+    controller.learners[deployment.stage].version = int(result["policy_version"])
 
 
 def call_learner(
@@ -64,7 +65,8 @@ def call_learner(
     learner is none: raises `WorkerLost` where the one that was made ready is gone.
     """
     arguments["kept"] = kept
-    results = call_together(controller, deployment, "update", method, iteration, **arguments)
+    role = controller.learners[deployment.stage].role
+    results = call_together(controller, deployment, role, method, iteration, **arguments)
     return same_results(results, agreed, READ_RULES)
 
 
@@ -91,46 +93,38 @@ def call_together(
 
 
 def _redeploy(
-    controller: RunController, deployment: StageDeployment, iteration: int
+    controller: RunController,
+    learner: LearnerHandle,
+    deployment: StageDeployment,
+    iteration: int,
 ) -> Path | None:
     """Bring a live learner's state over to another stage deployment.
 
     Returns the directory that a fresh group must restore from, if its state was put into one.
     """
-    group = controller.groups.live("update")
-    if group is None or group.deployment is None or controller.live_version is None:
-        drop_handoff(controller)
+    group = controller.groups.live(learner.role)
+    if group is None or group.deployment is None or learner.version is None:
+        learner.drop_handoff()
         return None
     if group.deployment == deployment._asdict():
         return None
     current = StageDeployment(**group.deployment)
     try:
         if current.world_size == deployment.world_size:
-            moved = controller.groups.reshard("update", deployment, iteration)
-            controller.run.note(iteration, "update", f"resharded in {moved['seconds']:.2f} s")
+            moved = controller.groups.reshard(learner.role, deployment, iteration)
+            controller.run.note(
+                iteration, deployment.stage, f"resharded in {moved['seconds']:.2f} s"
+            )
             return None
         with suppress(StateLost):
-            return saved_state(controller.run, controller.live_version)
-        drop_handoff(controller)
-        handoff = _handoff(controller).resolve()
-        call_learner(controller, current, "save", iteration, directory=str(handoff))
-        return handoff
+            return saved_state(controller.run, learner.version)
+        learner.drop_handoff()
+        call_learner(controller, current, "save", iteration, directory=str(learner.handoff))
+        return learner.handoff
     except WorkerCallFailed:
         # Its state is no use any more; the last checkpoint's may be as new.
         logger.warning("the live learner could not be resharded: a new one is built", exc_info=True)
         return None
-
-
-def drop_handoff(controller: RunController) -> None:
-    """Remove the state through which a learner was rebuilt, once a newer one was made of it.
-
-    Until then a learner whose update was cut off goes back to it.
-    """
-    shutil.rmtree(_handoff(controller), ignore_errors=True)
-
-
-def _handoff(controller: RunController) -> Path:
-    return controller.run.path / "handoff"
 
 
 def publish_weights(

@@ -19,11 +19,11 @@ from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.environment import SuiteConfig
 from earl_core.config.selector import SelectorConfig
-from earl_core.config.stages import StagesConfig
+from earl_core.config.stages import RolloutStage, StagesConfig
 from earl_core.control.device_figures import with_figures
 from earl_core.control.hardware import read_hardware
+from earl_core.control.live import live
 from earl_core.control.precision import resolved
-from earl_core.control.run_controller import live
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware
@@ -40,6 +40,7 @@ from earl_core.run.checkpoints import (
     stable_checkpoints,
     verify_checkpoint,
 )
+from earl_core.run.policy_versions import INITIAL_VERSION, PolicyVersions
 from earl_core.run.recovery import newest_whole
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
@@ -70,7 +71,7 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
         if not (Path(config.model.path) / "config.json").is_file():
             raise ConfigError(f"the initial model {config.model.path} is not there (any more)")
         path = Path(config.model.path)
-        return PlayedPolicy(path, 0, "the initial model", newest_engine(run))
+        return PlayedPolicy(path, INITIAL_VERSION, "the initial model", newest_engine(run))
     found = stable_checkpoints(run)
     listed = ", ".join(map(str, found)) or "none yet"
     if not (which == "last" or which.isdigit()):
@@ -87,9 +88,12 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
     if which != "last":
         verify_checkpoint(run, number)
     path = run / "checkpoints" / f"{number:06d}"
-    label = f"the checkpoint of iteration {number}"
+    label, version = (
+        f"the checkpoint of iteration {number}",
+        PolicyVersions(run).update(number).made,
+    )
     policy, engine = path / "policy", newest_engine(run)
-    return PlayedPolicy(policy, number + 1, label, engine, path / MARKER, tuple(damaged))
+    return PlayedPolicy(policy, version, label, engine, path / MARKER, tuple(damaged))
 
 
 def newest_engine(run: Path) -> StageDeployment | None:
@@ -223,11 +227,11 @@ class PolicyPlayer:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _choose_deployment(self, hardware: Hardware) -> StageDeployment:
-        """One engine as wide as the run's, for a model that needs two devices needs them here too,
-        and for contexts as long."""
+        """One engine as wide as the run's, because a model that needs two devices needs them here
+        too, and for contexts as long."""
         asked = SelectionInput.of(self.config, hardware, self._shape)
         engine = self.checkpoint.engine or asked.configured()[0]
-        width = StageDeployment("rollout", tensor_parallel=engine.tensor_parallel)
+        width = RolloutStage(tensor_parallel=engine.tensor_parallel)
         stages = StagesConfig(rollout=width)
         config = self.config.model_copy(update={"stages": stages, "selector": SelectorConfig()})
         chosen = select(SelectionInput.of(config, hardware, self._shape))["rollout"]

@@ -8,16 +8,21 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from earl_core.cluster.errors import WorkerError
+from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.config.feasibility import check_devices, check_stages
 from earl_core.control.failure_diagnosis import is_loss
+from earl_core.control.hardware import hardware_of
+from earl_core.control.host_checks import check_agreement
+from earl_core.control.precision import Resolved, resolved
 from earl_core.control.shared_memory_need import judged_room, need_of
-from earl_core.control.worker_groups import WorkerGroups
-from earl_core.deployment.shapes import Hardware
+from earl_core.control.worker_groups import WorkerGroups, preload_ranks
+from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
@@ -27,22 +32,46 @@ from earl_core.system.shared_memory import SMALL_BYTES, enlarge
 logger = logging.getLogger(__name__)
 
 
-def check_start(config: RunConfig, hardware: Hardware) -> None:
-    """Check references, devices, stage deployments and the tokenizer's size (where the model is
-    there), and environments.
+class Preflight(NamedTuple):
+    """The findings of a start. hardware: the part that all hosts have alike, before anything is
+    measured. model: None where it has yet to be made."""
 
-    Writes nothing. Raises `ConfigError`, or `WorkerCallFailed` with what the environment's code
-    raised, whose log is then kept unless the error says all.
+    hosts: Sequence[Host]
+    hardware: Hardware
+    model: ModelShape | None
+    precision: Resolved
+
+
+def preflight(config: RunConfig, cluster: Cluster) -> Preflight:
+    """Look at the hosts, and check that they agree, references, devices, stage deployments and the
+    tokenizer's size (where the model is there), and environments; settle the precision.
+
+    Writes nothing of the run. Raises `ConfigError`, or `WorkerCallFailed` with what the
+    environment's code raised, whose log is then kept unless the error says all.
     """
+    hosts = cluster.hosts()
+    check_agreement(config, hosts)
+    preload_ranks(hosts)
     # From here on this process hides what they lead to.
     check_references(config)
-    check_devices(config, hardware)
-    model = Path(config.model.path)
-    if (model / "config.json").is_file():
-        shape = read_model_shape(model)
-        check_stages(config, shape, hardware)
-        check_tokenizer_file(model, shape.vocabulary)
+    hardware = hardware_of(hosts, config.cluster.fewest)
+    model = None
+    if (Path(config.model.path) / "config.json").is_file():
+        model = fitting_model(config, hardware)
+    else:
+        check_devices(config, hardware)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
+    precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
+    return Preflight(hosts, hardware, model, precision)
+
+
+def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:
+    """The model's shape. Raises `ConfigError` unless stages and tokenizer fit it."""
+    path = Path(config.model.path)
+    shape = read_model_shape(path)
+    check_stages(config, shape, hardware)
+    check_tokenizer_file(path, shape.vocabulary)
+    return shape
 
 
 def check_shared_memory(config: RunConfig, stores: HostStores) -> None:

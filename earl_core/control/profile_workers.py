@@ -168,7 +168,7 @@ class ProfileWorkers:
 def _all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run the calls side by side; their results, or the first one's error once all have ended.
 
-    An error that says that memory ran out goes first, for the others may follow from it.
+    An error that says that memory ran out goes first, because the others may follow from it.
     """
     if len(calls) <= 1:
         return [call() for call in calls]

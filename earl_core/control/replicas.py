@@ -350,7 +350,7 @@ class Engines:
         self.controller.run.note(job.iteration, job.stage, note)
 
     def _call(self, member: int, method: str, **arguments: Any) -> dict[str, Any]:
-        """Load and play in one call, for whoever takes it may be a fresh process."""
+        """Load and play in one call, because its process may be a fresh one."""
         controller, job = self.controller, self.job
         group = controller.groups.get("rollout", self.deployment, member)
         with self._changed:

@@ -14,6 +14,7 @@ from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import read_state, verify_training_state
+from earl_core.run.policy_versions import INITIAL_VERSION
 from earl_core.system.errors import EarlError
 from earl_core.tensors.errors import CheckpointError
 
@@ -69,10 +70,12 @@ def saved_state(run: RunDirectory, version: int) -> Path | None:
 
     Raises `StateLost` when there is none: the missing iterations come first.
     """
-    iteration = version - 1
-    if version == 0:
+    if version == INITIAL_VERSION:
         return None
-    if iteration not in run.stable_iterations() and not is_updated(run, iteration):
+    iteration = run.versions.maker(version)
+    if iteration is None or not (
+        iteration in run.stable_iterations() or is_updated(run, iteration)
+    ):
         raise StateLost(
             f"policy version {version} is needed, but neither the learner nor a checkpoint "
             "holds it: resume the run, which repeats what is missing"

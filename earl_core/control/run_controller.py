@@ -1,45 +1,47 @@
 """The run controller: this process's hold on a run: its directory, worker groups and tracker.
 
 Prefect tasks get small JSON references only; what lives across them (worker processes, the
-tracker's queue) is looked up here by run directory. Whoever handles a signal finds here all that
-this process has open: runs, players of policies, profiles.
+tracker's queue) is looked up here by run directory.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from earl_core.cluster.group import Group
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig
-from earl_core.config.feasibility import check_stages
 from earl_core.control.device_figures import figures_for
-from earl_core.control.hardware import hardware_of, open_cluster, with_network
-from earl_core.control.host_checks import check_agreement
+from earl_core.control.hardware import open_cluster, with_network
+from earl_core.control.learner_handle import LearnerHandle
 from earl_core.control.learnt_profile import LearntProfile
-from earl_core.control.precision import resolved
-from earl_core.control.preflight import check_shared_memory, check_start, surely
+from earl_core.control.live import find, live
+from earl_core.control.preflight import (
+    Preflight,
+    check_shared_memory,
+    fitting_model,
+    preflight,
+    surely,
+)
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import RunHistory
-from earl_core.control.worker_groups import Progress, WorkerGroups, preload_ranks, quiet
+from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.deployment.stages import EVALUATION, PLACED, STAGES
+from earl_core.deployment.stages import EVALUATION, PLACED, STAGES, TRAINED
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.transport import TransportError
-from earl_core.pretrained.model_directory import read_model_shape
-from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.recovery import take_newest_whole
+from earl_core.run.retention import kept_weights
 from earl_core.run.run_stores import sweep_unneeded
 from earl_core.run.worker import Peers
 from earl_core.system.errors import EarlError
@@ -93,10 +95,11 @@ class RunController:
         self,
         run: RunDirectory,
         cluster: Cluster,
+        found: Preflight,
         listener: Progress = quiet,
         here: bool = False,
     ) -> None:
-        hosts = cluster.hosts()
+        hosts = found.hosts
         self._cluster = cluster
         self.run = run
         self.config: RunConfig = run.config
@@ -109,16 +112,16 @@ class RunController:
         self.observed = RunHistory(run)
         self.episodes = EpisodeKeeper(run)
         self.profile: LearntProfile | None = None
-        self._learner: tuple[Group | None, int] = None, 0
         self._held, self._registered = ExitStack(), ExitStack()
         self._held.callback(cluster.close)
         self._held.callback(run.close)
+        self._model = found.model
         peers = self._serve(hosts)
-        hardware = hardware_of(hosts, run.config.cluster.fewest)
-        hardware = figures_for(run.config.selector, hardware, hosts)
+        hardware = figures_for(run.config.selector, found.hardware, hosts)
         self.hardware = with_network(hardware, self._fetch_bandwidth(peers))
         where, told = (run.config, run.path, run.logs, self.hardware), self.listener
         self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
+        self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
         self._registered.enter_context(live(str(run.path.resolve()), self))
@@ -167,10 +170,7 @@ class RunController:
 
         Raises `ConfigError`, and the error of a worker that makes the model.
         """
-        self._prepare_model()
-        self.model = read_model_shape(Path(self.config.model.path))
-        check_stages(self.config, self.model, self.hardware)
-        check_tokenizer_file(Path(self.config.model.path), self.model.vocabulary)
+        self.model = self._model or self._made_model()
         check_shared_memory(self.config, self.run.stores)
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
@@ -179,18 +179,17 @@ class RunController:
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))
 
-    def _prepare_model(self) -> None:
-        path = Path(self.config.model.path)
-        if not (path / "config.json").is_file():
-            what = "downloading" if self.config.model.from_hub else "building"
-            self.listener("model", 0, {what: str(path)})
-            deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
-            surely(
-                lambda: self.groups.call(deployment, "model", "build", self.next_iteration()),
-                self.config.deadlines.repeats,
-                self.stop_requested.is_set,
-            )
-            self.groups.retire("model", 0)
+    def _made_model(self) -> ModelShape:
+        what = "downloading" if self.config.model.from_hub else "building"
+        self.listener("model", 0, {what: self.config.model.path})
+        deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
+        surely(
+            lambda: self.groups.call(deployment, "model", "build", self.next_iteration()),
+            self.config.deadlines.repeats,
+            self.stop_requested.is_set,
+        )
+        self.groups.retire("model", 0)
+        return fitting_model(self.config, self.hardware)
 
     def start_ahead(self, plan: DeploymentPlan) -> None:
         """Begin to start the groups of the stages that are not sealed yet; returns at once.
@@ -240,15 +239,14 @@ class RunController:
         if resume_point(self.run).iteration == iteration:
             raise HostsChanged("a further host has joined", iteration)
 
-    @property
-    def live_version(self) -> int | None:
-        """Policy version that the live learner holds; None when there is none."""
-        group, version = self._learner
-        return version if group is not None and group is self.groups.live("update") else None
-
-    @live_version.setter
-    def live_version(self, version: int) -> None:
-        self._learner = self.groups.live("update"), version
+    def release_weights(self, iteration: int) -> None:
+        """Delete the published weights that no rollout after this iteration plays, once it has
+        published its own."""
+        versions = self.run.versions
+        oldest, newest = versions.played(iteration + 1), versions.update(iteration).made
+        kept = kept_weights(versions.publications(), oldest, newest)
+        files = [file["path"] for each in kept for file in each.outputs["weights"]["files"]]
+        self.run.stores.release_others("*.safetensors", {Path(path).name for path in files})
 
     def interrupt(self) -> None:
         """Stop every worker group now, from any thread; calls under way raise."""
@@ -288,17 +286,13 @@ def open_controller(
 def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
-        check_agreement(config, cluster.hosts())
-        preload_ranks(cluster.hosts())
-        check_start(config, hardware_of(cluster.hosts(), config.cluster.fewest))
-        path = Path(config.runs_directory) / config.name
-        precision = resolved(config, cluster.hosts(), path)
-        precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
-        take_newest_whole(path)
-        run = opened.enter_context(closing(RunDirectory.open(precision.config)))
-        precision.keep(run)
+        found = preflight(config, cluster)
+        found.precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
+        take_newest_whole(Path(config.runs_directory) / config.name)
+        run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
+        found.precision.keep(run)
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
-        controller = RunController(run, cluster, listener, here)
+        controller = RunController(run, cluster, found, listener, here)
         opened.pop_all()
     return controller
 
@@ -333,35 +327,3 @@ def controller_of(run_directory: str | Path) -> RunController:
             "`iteration` or `train` flow, not by themselves"
         )
     return controller
-
-
-class Live(Protocol):
-    """Something with workers."""
-
-    def interrupt(self) -> None:
-        """End the workers now, from any thread, again and again; calls under way raise."""
-        ...
-
-
-_live: dict[str, Live] = {}
-
-
-@contextmanager
-def live(name: str, thing: Live) -> Iterator[None]:
-    """Have it found, by its name or by whoever handles a signal, until the block ends."""
-    _live[name] = thing
-    try:
-        yield
-    finally:
-        _live.pop(name, None)
-
-
-def find(name: str) -> Live | None:
-    """Return the live object that this process has open under a name; None without one."""
-    return _live.get(name)
-
-
-def interrupt_all() -> None:
-    """Stop everything, for whoever handles a signal."""
-    for thing in list(_live.values()):
-        thing.interrupt()

@@ -255,7 +255,8 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
     known = controller.run.sealed(iteration, stage, key)
     makes = STAGES[stage].makes if stage in STAGES else "columns"
     if known is not None and makes == "state":
-        held = controller.live_version == iteration + 1
+        learner = controller.learners[STAGES[stage].role]
+        held = learner.version == controller.run.versions.update(iteration).made
         if not held and not is_updated(controller.run, iteration, checksums=True):
             known = None
     if known is not None and makes == "weights" and not weights_exist(controller, known):

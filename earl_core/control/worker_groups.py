@@ -218,7 +218,7 @@ class WorkerGroups:
         """Have other roles give back the devices' memory that this one is about to use."""
         if not self.hardware.gpus or role not in PLACED:
             # A core's memory is everybody's. What of it can be given back is asked for by the stage
-            # that needs it: here groups that play may be asked, for others start beside them.
+            # that needs it: here groups that play may be asked, because others start beside them.
             return
         self.make_room(role, deployment)
 
@@ -270,11 +270,11 @@ class WorkerGroups:
     def start_ahead(self, wanted: Iterable[tuple[str, StageDeployment]]) -> None:
         """Start the groups of these roles side by side, and return at once.
 
-        A stage that needs one of them waits for it. Groups that live are left alone, for only
-        their stage knows how to bring their state into another one, and so are those that must
-        not use a device beside others. Half of the cores start groups ahead, for a stage may start
-        one of its own meanwhile. An error is the stage's to raise: it starts the group again.
-        A group in this process is its caller's to start.
+        A stage that needs one of them waits for it. Groups that live are left alone, for only their
+        stage knows how to bring their state into another one, and so are those that must not use a
+        device beside others. Half of the cores start groups ahead, because a stage may start one of
+        its own meanwhile. An error is the stage's to raise: it starts the group again. A group in
+        this process is its caller's to start.
         """
         if self._here:
             return

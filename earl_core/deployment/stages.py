@@ -223,6 +223,10 @@ STAGE_SETTINGS: Mapping[str, tuple[str, ...]] = {
 """The settings that each stage's key covers."""
 
 
+TRAINED = tuple(stage.role for stage in STAGES.values() if stage.makes == "state")
+"""Roles that train a model: each has a learner's handle in the run controller."""
+
+
 def taking_part(given: Any) -> list[Stage]:
     """The stages and steps of an iteration of this configuration, in order."""
     return [stage for stage in STAGES.values() if stage.takes_part(given)]

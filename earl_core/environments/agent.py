@@ -17,7 +17,7 @@ from earl_core.system.frames import WireError
 from earl_core.system.import_path import import_object, refuse_library
 
 PREFIX = "agent:"
-"""Before the import path of an agent, where environments have their names."""
+"""Mark before the import path of an agent, where environments have their names."""
 
 MODEL, OPPONENT = "policy", "opponent"
 """The models that an agent may ask. The second is the same policy, whose answers are recorded
@@ -64,7 +64,7 @@ class AgentEnvironment:
         return _awaited(value) if inspect.isawaitable(value) else episode_result(value)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Close nothing, because it holds nothing."""
 
 
 async def _awaited(value: Awaitable[Any]) -> StepResult:
@@ -72,7 +72,7 @@ async def _awaited(value: Awaitable[Any]) -> StepResult:
 
 
 def episode_result(value: Any) -> StepResult:
-    """What an agent returned, as the result of its one step. Raises WireError."""
+    """Turn an agent's return value into the result of its one step. Raises WireError."""
     info: dict[str, Any] = {}
     if isinstance(value, Mapping):
         info = {str(key): each for key, each in value.items()}

@@ -45,7 +45,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an environment answers to one text of the agent.
+    """An environment's answer to one text of the agent.
 
     messages: what the agent sees next. When `done` is true nobody answers them any more: they tell
         people how the episode ended, and need not be tokenized.
@@ -130,7 +130,7 @@ class EnvironmentFailed(EarlError):
 
     @property
     def by_infrastructure(self) -> bool:
-        """Whether the episode did not cause its failure, so that it can be played anew."""
+        """True when the episode did not cause its failure, so that it can be played anew."""
         return self.reason in ("lost", "not_deterministic")
 
     def __str__(self) -> str:

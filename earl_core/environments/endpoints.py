@@ -12,7 +12,7 @@ _PIECE = 1 << 16
 
 
 def is_local(url: str) -> bool:
-    """Whether it is of this machine, which no proxy reaches."""
+    """Tell whether the address is of this machine, which no proxy reaches."""
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 

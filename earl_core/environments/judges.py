@@ -1,7 +1,7 @@
 """Reward functions that ask a model behind an HTTP endpoint: a judge, or a reward model.
 
-They use the standard library alone, because they may run under a Python without our packages.
-What an endpoint refuses, and an answer without a score, raise: the stage asks again.
+They use the standard library alone, because they may run under a Python without our packages. A
+refusal of the endpoint and an answer without a score raise: the stage asks again.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _checked_text(name: str, value: Any) -> str:
 
 
 def _field(episode: Mapping[str, Any], name: str) -> str:
-    """What stands for `{name}` in a prompt. Raises `JudgeFailed`."""
+    """Return the text that replaces `{name}` in a prompt. Raises `JudgeFailed`."""
     messages = episode["messages"]
     if name == "conversation":
         return "\n\n".join(f"{each['role']}: {each['content']}" for each in messages)

@@ -150,7 +150,7 @@ def _refused(path: str, described: str, value: Any, hints: tuple[Any, ...]) -> _
 
 
 def _takes(hint: Any, value: Any) -> bool:
-    """Whether `value` has the outer form of `hint`."""
+    """Tell whether `value` has the outer form of `hint`."""
     if isinstance(value, Mapping):
         return get_origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, Options))
     return isinstance(value, (list, tuple)) and get_origin(hint) is tuple

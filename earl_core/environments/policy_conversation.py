@@ -11,7 +11,7 @@ from earl_core.environments.base import Message
 from earl_core.system.errors import EarlError
 
 _SECONDS = 3600.0
-"""For one answer; the deadline of the environment's step comes before."""
+"""Time limit of one answer; the deadline of the environment's step comes before."""
 
 
 class PolicyConversation:

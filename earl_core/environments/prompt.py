@@ -126,8 +126,8 @@ class PromptEnvironment:
 
 
 def _takes_messages(function: Any, path: str) -> bool:
-    """Whether a reward function has a third argument, for the messages of tools. Raises ConfigError
-    for what is no plain function of (completion, row)."""
+    """Tell whether a reward function has a third argument, for the messages of tools. Raises
+    ConfigError for what is no plain function of (completion, row)."""
     what = f"the option reward_function {path!r}"
     if not callable(function):
         raise ConfigError(f"{what} is not a function", remedy="name one")

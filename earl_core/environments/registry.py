@@ -168,7 +168,8 @@ async def toolbox(
     timeout_seconds: float,
     environment: Any,
 ) -> Toolbox:
-    """What the model may call beside the methods of the environment, which are checked, too.
+    """Collect the tools that the model may call beside the methods of the environment, which are
+    checked, too.
 
     Servers stay connected as long as the event loop lives. Raises ConfigError.
     """

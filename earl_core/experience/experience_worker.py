@@ -16,8 +16,8 @@ import pyarrow as pa
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.moments import RankStatistics
 from earl_core.dispatch import Batch
-from earl_core.dispatch.reads.batch import join, sample_ids
 from earl_core.dispatch.reads.plan import Layout, make_plan
+from earl_core.dispatch.reads.sources import join, sample_ids
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.group_returns import group_returns

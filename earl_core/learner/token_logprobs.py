@@ -269,8 +269,9 @@ class _Sums:
 
 
 class _Slope(NamedTuple):
-    """From lowered logits y to the loss's gradient of the logits, but for the chosen tokens' part:
-    exp(y) * (constant + linear * y), float32 [T'] each; linear: None where entropies send none.
+    """The loss's gradient of the logits, but for the chosen tokens' part, as a function of lowered
+    logits y: exp(y) * (constant + linear * y), float32 [T'] each; linear: None where entropies send
+    none.
 
     dH/dlogit = -p (log p + H), where log p = y - log of the sum of exponentials.
     """

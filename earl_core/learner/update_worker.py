@@ -45,6 +45,7 @@ from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.reshard import reshard
 from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.run.policy_versions import INITIAL_VERSION, assigned
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
@@ -96,7 +97,8 @@ class ModelWorker(RunWorker):
         split: Split | None = None,
         link_bytes: float = 0.0,
     ) -> Batch:
-        """This rank's rows of the last manifest; see `RankReader.open`. An error is everyone's."""
+        """Open this rank's rows of the last manifest; see `RankReader.open`. An error is
+        everyone's."""
 
         def read() -> Batch:
             sealed = self._manifests(manifests)
@@ -174,7 +176,7 @@ class LearnerWorker(ModelWorker):
 
     stage = "update"
 
-    _version = 0
+    _version = INITIAL_VERSION
     _dirty = False
     _restored: Path | None = None
     _applied: dict[str, Any] | None = None
@@ -196,7 +198,7 @@ class LearnerWorker(ModelWorker):
             self._version = int(state["policy_version"])
         elif self._version or self._dirty:
             self._learner = self._build_learner()
-            self._version = 0
+            self._version = INITIAL_VERSION
         self._restored, self._dirty, self._applied = path, False, None
         return {"policy_version": self._version}
 
@@ -208,7 +210,8 @@ class LearnerWorker(ModelWorker):
         record: dict[str, Any],
         link_bytes: float = 0.0,
     ) -> dict[str, Any]:
-        """Apply iteration k's update to version k, once; write `checkpoint` if given.
+        """Apply the iteration's update to the version assigned to it, once; write `checkpoint` if
+        given.
 
         manifests: references to the rollout's, the reference's if there is one, and last the
         advantage's. link_bytes: see `Layout`. Returns the new policy version, the weights' digest,
@@ -216,13 +219,14 @@ class LearnerWorker(ModelWorker):
         earlier call had applied them).
         """
         iteration = self._context.iteration or 0
+        trained, made = assigned(iteration)
         steps = 0
         if self._dirty:
             self._go_back()
-        if self._applied is None or self._version != iteration + 1:
-            if self._version != iteration:
+        if self._applied is None or self._version != made:
+            if self._version != trained:
                 raise EarlError(
-                    f"iteration {iteration} updates policy version {iteration}, but the learner "
+                    f"iteration {iteration} updates policy version {trained}, but the learner "
                     f"holds version {self._version}: resume the run from its last checkpoint"
                 )
             steps = self._apply(manifests, iteration, link_bytes)
@@ -338,7 +342,7 @@ class LearnerWorker(ModelWorker):
             # Activations and gradients, which the engine can use until the next update.
             give_back_free_memory()
         fault_points.point("update.applied", iteration)
-        self._version, self._dirty = iteration + 1, False
+        self._version, self._dirty = assigned(iteration).made, False
         self._applied = {
             "policy_version": self._version,
             "digest": self._digest(),
@@ -363,7 +367,7 @@ class LearnerWorker(ModelWorker):
             iteration=iteration,
             stage=self.stage,
             key="",
-            policy_version=iteration,
+            policy_version=self._version,
             shards=(entry,),
         )
         scores = leases.enter_context(Batch(self._reader.reads.store, [written]))

@@ -92,7 +92,7 @@ def build(
 
 
 _Game = list[tuple[list[Message], str]]
-"""Of each turn the messages that are new, and a legal answer to them."""
+"""For each turn the messages that are new, and a legal answer to them."""
 
 _MOST_TURNS = 100
 _SIDE_BY_SIDE = 32

@@ -9,10 +9,9 @@ from torch import nn
 
 
 class Float32Head:
-    """From hidden states to float32 logits, whatever the model's dtype is; to be made anew when the
-    weights change. Both sides have the weights in the model's dtype, and so multiply with the same
-    numbers.
-    """
+    """A map from hidden states to float32 logits, whatever the model's dtype is; to be made anew
+    when the weights change. Both sides have the weights in the model's dtype, and so multiply with
+    the same numbers."""
 
     def __init__(self, head: nn.Module) -> None:
         self.weight = cast(torch.Tensor, head.weight).float()

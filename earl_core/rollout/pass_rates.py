@@ -28,9 +28,9 @@ def pass_at(k: int, passed: int, attempts: int) -> float:
 
 
 def pass_rates(passes: Mapping[str, int], attempts: int) -> dict[str, dict[str, float]]:
-    """By k = 1, 2, 4, ... up to `attempts`: the mean `share` over the prompts, its 95 % interval
-    (`low`, `high`), and the number of `prompts`, those with at least k attempts that did not fail.
-    Where there are none, nothing is known of k.
+    """Return the rates by k = 1, 2, 4, ... up to `attempts`: the mean `share` over the prompts, its
+    95 % interval (`low`, `high`), and the number of `prompts`, those with at least k attempts that
+    did not fail. Where there are none, nothing is known of k.
 
     The interval is Wilson's for so many prompts: no share of prompts varies more than one of
     successes, so that it is at least as wide as it has to be, also at 0 and 1.

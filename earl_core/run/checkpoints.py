@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +20,15 @@ from typing import Any, cast
 import xxhash
 
 from earl_core.config import ConfigError
+from earl_core.run.policy_versions import PolicyVersions
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import canonical_json, is_regular, read_file, sync
 from earl_core.tensors.errors import CheckpointError
 
 MARKER = "STABLE"
+
+HANDOFFS = "handoff"
+"""The folder of a run directory through which live learners are rebuilt."""
 
 _UNFINISHED = re.compile(r"\.[0-9]+\.(building|retired|removed)")
 _ASIDE = re.compile(r"\..+\.[0-9]+\.[0-9]+\.tmp")
@@ -40,17 +44,17 @@ def stable_checkpoints(run_directory: Path) -> list[int]:
     )
 
 
-def best_evaluated(stable: Collection[int], returns: Mapping[int, float | None]) -> int | None:
-    """The checkpoint of highest return, the last of equals; None where none was evaluated.
+def best_evaluated(run_directory: Path, returns: Mapping[int, float | None]) -> int | None:
+    """The whole checkpoint of highest return, the last of equals; None where none was evaluated.
 
-    stable: iterations. returns: of evaluations by policy version, which is the iteration after.
+    returns: of evaluations by policy version.
     """
+    versions = PolicyVersions(run_directory)
+    held = {versions.update(each).made: each for each in stable_checkpoints(run_directory)}
     scored = [
-        (mean, version - 1)
-        for version, mean in returns.items()
-        if mean is not None and version - 1 in stable
+        (mean, version) for version, mean in returns.items() if mean is not None and version in held
     ]
-    return max(scored)[1] if scored else None
+    return held[max(scored)[1]] if scored else None
 
 
 @contextmanager
@@ -101,7 +105,9 @@ def remove_checkpoint(path: Path) -> None:
 
 def remove_leftovers(run_directory: Path) -> None:
     """Remove what killed processes left in a run directory: checkpoints half written or half
-    removed, and files not yet renamed into place. Only by whoever holds the run's lock."""
+    removed, states of learners that have ended with them, and files not yet renamed into place.
+    Only by whoever holds the run's lock."""
+    shutil.rmtree(run_directory / HANDOFFS, ignore_errors=True)
     for path in (run_directory / "checkpoints").glob(".*"):
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -180,10 +186,9 @@ def verify_checkpoint(run_directory: Path, iteration: int) -> dict[str, Any]:
     """`verify_training_state` of the checkpoint of an iteration, which must be that iteration's."""
     directory = run_directory / "checkpoints" / f"{iteration:06d}"
     state = verify_training_state(directory)
-    if state.get("policy_version") != iteration + 1:
-        raise _damaged(
-            directory, f"it holds policy version {state.get('policy_version')}, not {iteration + 1}"
-        )
+    held, made = state.get("policy_version"), PolicyVersions(run_directory).update(iteration).made
+    if held != made:
+        raise _damaged(directory, f"it holds policy version {held}, not {made}")
     return state
 
 

@@ -42,6 +42,7 @@ from earl_core.run.checkpoints import (
     stable_checkpoints,
 )
 from earl_core.run.lock import RunLock
+from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
     Journal,
     RunDamaged,
@@ -54,6 +55,7 @@ from earl_core.run.record import (
     write_record,
 )
 from earl_core.run.remote_stores import HostStores
+from earl_core.run.retention import keeps_shards, kept_checkpoints
 from earl_core.run.run_stores import claim, run_spill, run_store
 from earl_core.secrets import redact
 from earl_core.system.files import FileLock, make_directory, write_atomic
@@ -69,12 +71,13 @@ others."""
 class RunDirectory:
     """An opened run: locked by this process until `close()`.
 
-    observations: what the selector learns from.
+    observations: what the selector learns from. versions: its policy versions.
     """
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
         self.config = config
+        self.versions = PolicyVersions(path)
         self._record_lock = threading.Lock()
         self._lock = RunLock(path)
         self._store_lock: FileLock | None = None
@@ -273,12 +276,14 @@ class RunDirectory:
 
     def best_stable(self) -> int | None:
         """The last iteration before the best evaluation of those whose checkpoint is there."""
-        returns = {each.iteration: each.metrics.get("return/mean") for each in self.evaluations()}
-        return best_evaluated(self.stable_iterations(), returns)
+        found = self.evaluations()
+        returns = {each.policy_version: each.metrics.get("return/mean") for each in found}
+        return best_evaluated(self.path, returns)
 
     def mark_stable(self, iteration: int) -> None:
         """Declare the checkpoint whole; drop older ones and the shards it covers."""
-        marker = {"iteration": iteration, "policy_version": iteration + 1, "time": time.time()}
+        made = self.versions.update(iteration).made
+        marker = {"iteration": iteration, "policy_version": made, "time": time.time()}
         write_atomic(self.checkpoint_path(iteration) / MARKER, json.dumps(marker).encode())
         self.note(iteration, "checkpoint", "stable")
         self.release_through(iteration)
@@ -290,16 +295,16 @@ class RunDirectory:
         One that is held (`holding_checkpoint`) goes at the next pruning.
         """
         stable = self.stable_iterations()
-        kept = {*stable[-self.config.checkpoint.keep_last :], self.best_stable()}
+        kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, self.best_stable())
         for iteration in stable:
             if iteration not in kept:
                 remove_checkpoint(self.checkpoint_path(iteration))
 
     def release_through(self, iteration: int) -> None:
-        """Release shards of all iterations up to this one; their checkpoint covers them."""
+        """Release the shards that nobody needs once a checkpoint covers this iteration."""
         for path in sorted((self.path / "iterations").glob("*/*.json")):
-            if path.parent.name.isdigit() and int(path.parent.name) <= iteration:
-                self._release(path)
+            if path.parent.name.isdigit() and not path.with_suffix(".released").exists():
+                self._release(path, iteration)
 
     def unreleased_shards(self) -> set[str]:
         """Files of all shards that sealed manifests name and nobody released."""
@@ -311,19 +316,18 @@ class RunDirectory:
                     files |= {entry.file for entry in read_manifest(path).shards}
         return files
 
-    def _release(self, path: Path) -> None:
-        released = path.with_suffix(".released")
-        if released.exists():
-            return
+    def _release(self, path: Path, covered: int) -> None:
         try:
             manifest = read_manifest(path)
         except ManifestError:
+            return
+        if keeps_shards(manifest, covered):
             return
         held = [entry.file for entry in manifest.shards if not self.stores.release(entry)]
         if not held:
             if self.spill is not None:
                 self.spill.release([entry.file for entry in manifest.shards])
-            released.touch()
+            path.with_suffix(".released").touch()
 
     # Records: what an append wrote is on disk when it returns
 

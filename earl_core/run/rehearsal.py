@@ -19,6 +19,7 @@ from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import Spill, SpillError
 from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
+from earl_core.run.policy_versions import INITIAL_VERSION, PolicyVersions
 from earl_core.run.record import read_uid, write_record
 from earl_core.run.run_stores import run_store
 from earl_core.system.files import make_directory, write_atomic
@@ -35,10 +36,11 @@ def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted:
     uid = new_uid()
     write_record(target, {"uid": uid, "attempts": 0})
     store = run_store(target, wanted)
-    with suppress(ManifestError):
-        # Where the environments of a mixture stood.
-        before = _manifest(run, iteration - 1, "rollout").model_copy(update={"shards": ()})
-        _seal(target, before, uid)
+    for stage in ("rollout", "update"):
+        with suppress(ManifestError):
+            # Where the environments of a mixture stood, and the policy version that was made.
+            before = _manifest(run, iteration - 1, stage).model_copy(update={"shards": ()})
+            _seal(target, before, uid)
     sealed = (stage.name for stage in STAGES.values() if stage.makes in ("plan", "columns"))
     for stage in sealed:
         with suppress(ManifestError, SpillError):
@@ -60,18 +62,20 @@ def _seal(target: Path, manifest: Manifest, uid: str) -> None:
 
 
 def _copy_checkpoint(run: Path, iteration: int, target: Path) -> None:
-    if iteration == 0:
+    versions = PolicyVersions(run)
+    version = versions.before(iteration)
+    if version == INITIAL_VERSION:
         return
-    name = f"{iteration - 1:06d}"
-    source = run / "checkpoints" / name
-    stable = stable_checkpoints(run)
-    if iteration - 1 not in stable:
+    maker, stable = versions.maker(version), stable_checkpoints(run)
+    if maker not in stable:
         there = ", ".join(str(number + 1) for number in stable)
         raise ConfigError(
             f"iteration {iteration} of {run} starts from weights that are gone: give an iteration "
             f"whose checkpoint before it was kept: 0{', ' if there else ''}{there}; "
             "checkpoint.keep_last keeps more"
         )
+    name = f"{maker:06d}"
+    source = run / "checkpoints" / name
     with holding_checkpoint(source / MARKER):
         shutil.copytree(source, target / "checkpoints" / name, copy_function=_link_or_copy)
 

@@ -44,8 +44,8 @@ _NETWORK = frozenset(
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write `data` so that `path` never holds half of it; on disk when this returns.
 
-    mode: who may read the file; by default its owner alone, for it may hold what others must not
-    see.
+    mode: who may read the file; by default its owner alone, because it may hold what others must
+    not see.
     """
     with writing_atomic(path, mode) as descriptor:
         write_all(descriptor, data)

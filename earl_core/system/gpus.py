@@ -220,7 +220,7 @@ def _check_order(names: set[str]) -> None:
 
 
 def _is_named(nvml: Any, handle: Any, entry: str) -> bool:
-    """By the beginning of its UUID."""
+    """Tell whether the entry names the GPU, by the beginning of its UUID."""
     return bool(entry) and nvml.nvmlDeviceGetUUID(handle).startswith(entry)
 
 

@@ -96,7 +96,7 @@ class Ranks:
         lengths = [int(n) for n in self.gather(torch.tensor([len(rows)], dtype=torch.int64))]
         padded = np.zeros((max(lengths), *rows.shape[1:]), dtype=rows.dtype)
         padded[: len(rows)] = rows
-        # As bytes, for torch knows fewer dtypes.
+        # As bytes, because torch knows fewer dtypes.
         parts = self.gather(torch.from_numpy(padded.reshape(-1).view(np.uint8)))
         arrays = [part.numpy().view(rows.dtype).reshape(padded.shape) for part in parts]
         return [array[:n] for array, n in zip(arrays, lengths, strict=True)]

@@ -18,8 +18,8 @@ from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.load import recipe_names
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import CheckpointConfig, ClusterConfig, ExperienceConfig
-from earl_core.config.stages import StagesConfig
-from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.config.stages import RolloutStage, StagesConfig, UpdateStage
+from earl_core.deployment.stage_deployment import AXES
 from earl_core.dispatch import read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path
 from earl_core.run.checkpoints import stable_checkpoints
@@ -111,10 +111,10 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
     played = [each for each in (config.environment, *config.environments) if each is not None]
     if config.rollout.engine != "torch":
         notes.append(f"the torch engine plays, because {config.rollout.engine} has own processes")
-    update = config.stages.update or StageDeployment("update")
-    engine = config.stages.rollout or StageDeployment("rollout")
-    alone = update._replace(replicas=1, shard=1, tensor_parallel=1, context_parallel=1)
-    ranks = config.experience.ranks * config.cluster.most * engine.world_size * engine.replicas
+    update = config.stages.update or UpdateStage()
+    engine = config.stages.rollout or RolloutStage()
+    alone = update.model_copy(update=dict.fromkeys(AXES, 1))
+    ranks = config.experience.ranks * config.cluster.most * engine.replicas
     if ranks > 1 or alone != update or config.stages.changes:
         notes.append("every stage has one rank")
     if any(each.python for each in played) or config.reward.python:
@@ -130,7 +130,7 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
         "environment": environment,
         "environments": tuple(each.model_copy(update=patient) for each in config.environments),
         "rollout": config.rollout.model_copy(update=rollout),
-        "stages": StagesConfig(rollout=StageDeployment("rollout"), update=alone),
+        "stages": StagesConfig(rollout=RolloutStage(), update=alone),
         "selector": SelectorConfig(),
         "cluster": ClusterConfig(),
         "experience": ExperienceConfig(),

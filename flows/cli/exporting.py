@@ -6,11 +6,11 @@ from pathlib import Path
 
 from earl_core.config import ConfigError
 from earl_core.control.policy_player import find_checkpoint
-from earl_core.run.checkpoints import best_evaluated, stable_checkpoints
+from earl_core.run.checkpoints import best_evaluated
 from earl_core.run.export import check_target, export_policy
 from earl_core.run.model_card import model_card
 from earl_core.run.record import stored_config
-from flows.cli.found_runs import evaluations_of, find_run, iterations_of
+from flows.cli.found_runs import evaluated, evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console
 
 
@@ -41,8 +41,8 @@ def best(path: Path) -> str:
 
     Raises `ConfigError` where none was evaluated.
     """
-    returns = {line["iteration"]: line.get("return/mean") for line in evaluations_of(path)}
-    found = best_evaluated(stable_checkpoints(path), returns)
+    returns = {each.policy_version: each.metrics.get("return/mean") for each in evaluated(path)}
+    found = best_evaluated(path, returns)
     if found is None:
         raise ConfigError(
             f"no checkpoint of {path} was evaluated: export the `last` one, or evaluate inside the "

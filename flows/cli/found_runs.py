@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from earl_core.dispatch import ManifestError, read_manifest
+from earl_core.dispatch import Manifest, ManifestError, read_manifest
 from earl_core.run.record import RunDamaged, read_lines, read_record
 from earl_core.system.errors import ConfigError
 from tasks.reports.lines import Line
@@ -30,14 +30,18 @@ def iterations_of(path: Path) -> list[Line]:
     return [latest[number] for number in sorted(latest)]
 
 
-def evaluations_of(path: Path) -> list[Line]:
-    """Every evaluation of a run, ascending by policy version; damaged ones are left out."""
-    lines: list[Line] = []
+def evaluated(path: Path) -> list[Manifest]:
+    """The sealed evaluations of a run, by ascending policy version; damaged ones are left out."""
+    found: list[Manifest] = []
     for sealed in sorted((path / "iterations").glob("*/evaluation.json")):
         with suppress(ManifestError):
-            manifest = read_manifest(sealed)
-            lines.append({"iteration": manifest.iteration, **manifest.metrics})
-    return lines
+            found.append(read_manifest(sealed))
+    return found
+
+
+def evaluations_of(path: Path) -> list[Line]:
+    """A line for each of them."""
+    return [{"iteration": each.iteration, **each.metrics} for each in evaluated(path)]
 
 
 def tracking_uri(path: Path) -> str | None:

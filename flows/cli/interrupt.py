@@ -39,8 +39,8 @@ def run_interruptible(
 
     Must be called in the main thread, which waits for signals; the libraries that `work` uses then
     install no handlers of their own. At the first SIGINT, SIGTERM or SIGHUP (unless that is
-    ignored, as under `nohup`) `on_signal` and `stop` are called; `stop` again and again, for the
-    work may be in the middle of opening what must be stopped. Raises `Interrupted` once it has
+    ignored, as under `nohup`) `on_signal` and `stop` are called; `stop` again and again, because
+    the work may be in the middle of opening what must be stopped. Raises `Interrupted` once it has
     ended or `GRACE_SECONDS` are over. A second signal ends the process at once. `check` is called
     all the while and returns at once; what it raises ends the work like a signal, and is raised
     then.

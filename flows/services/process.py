@@ -19,6 +19,7 @@ from flows.server import tail
 from flows.server_access import opener
 
 _PAUSE_SECONDS = 0.1
+_ANSWER_SECONDS = 1.0
 END_SECONDS = 20.0
 """Seconds from SIGTERM to SIGKILL: the time that a flow's ranks and hosts need to end, and time to
 spare."""
@@ -100,7 +101,9 @@ def end(service: Service) -> None:
 def mlflow_answers(service: Service) -> bool:
     """Tell whether the MLflow server of `earl up` answers: that one and no other."""
     try:
-        with opener(service.certificate).open(f"{service.secure}/health", timeout=1.0) as answer:
+        with opener(service.certificate).open(
+            f"{service.secure}/health", timeout=_ANSWER_SECONDS
+        ) as answer:
             return bool(answer.status == 200)
     except (OSError, ValueError, http.client.HTTPException):
         return False

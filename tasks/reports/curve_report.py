@@ -1,8 +1,6 @@
 """The learning curve as a page: a picture, and the last iterations as a table.
 
-The picture is a drawing (SVG) inside the page, because a page of Prefect's has no files beside it.
-One is made after each iteration, so it is written here in a millisecond; a plotting library takes a
-second to import and 150 ms a picture.
+The picture is inside the page, because a page of Prefect's has no files beside it.
 """
 
 from __future__ import annotations
@@ -10,30 +8,12 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Sequence
-from html import escape
-from typing import NamedTuple
 
+from tasks.reports.chart import MOST_CURVES, Curve, Points, chart
 from tasks.reports.lines import Line, mean_return, outcome_names, outcome_shares, total_seconds
 from tasks.reports.plan_report import markdown_table
 
 _ROWS_SHOWN = 20
-_MOST_POINTS = 400
-_WIDTH, _HEIGHT = 760, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 40, 40
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Told apart by the colour-blind, too."""
-_LEGEND_WIDTH = 130
-_MOST_OUTCOMES = (_WIDTH - _LEFT - _RIGHT) // _LEGEND_WIDTH
-
-Points = Sequence[tuple[float, float]]
-
-
-class Curve(NamedTuple):
-    """One line of a chart. points: x, y. dotted: with marks only."""
-
-    name: str
-    points: Points
-    dotted: bool = False
 
 
 def curve_page(name: str, lines: Sequence[Line], evaluations: Sequence[Line]) -> str:
@@ -41,10 +21,10 @@ def curve_page(name: str, lines: Sequence[Line], evaluations: Sequence[Line]) ->
     many iterations were done before each."""
     returns = [
         Curve("return, training", _points(lines, 1, mean_return)),
-        Curve("return, held-out", _points(evaluations, 0, mean_return), dotted=True),
+        Curve("return, held-out", _points(evaluations, 0, mean_return), style="dotted"),
     ]
     charts = [chart("Mean return of an episode", "return", returns)]
-    names = outcome_names(lines)[:_MOST_OUTCOMES]
+    names = outcome_names(lines)[:MOST_CURVES]
     if names:
         shares = [Curve(each, _shares(lines, each)) for each in names]
         charts.append(
@@ -78,82 +58,3 @@ def _shares(lines: Sequence[Line], name: str) -> Points:
 
 def _image(svg: str) -> str:
     return f"![learning curve](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
-
-
-def chart(title: str, unit: str, curves: Sequence[Curve], within: Sequence[float] = ()) -> str:
-    """An SVG drawing of curves over the number of iterations done. within: values that the upright
-    axis spans in any case."""
-    curves = [curve._replace(points=_thinned(curve.points)) for curve in curves if curve.points]
-    ticks_x = _ticks([x for curve in curves for x, _ in curve.points] or [0.0], whole=True)
-    ticks_y = _ticks([y for curve in curves for _, y in curve.points] + [*within] or [0.0])
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        across = (x - ticks_x[0]) / (ticks_x[-1] - ticks_x[0])
-        up = (y - ticks_y[0]) / (ticks_y[-1] - ticks_y[0])
-        return (
-            _LEFT + across * (_WIDTH - _LEFT - _RIGHT),
-            _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM),
-        )
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'font-family="sans-serif" font-size="12" fill="#333">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-        f'<text x="{_LEFT}" y="16" font-size="14">{escape(title)}</text>',
-        _text(_WIDTH / 2, _HEIGHT - 6, "iterations done", "middle"),
-        _text(8, _TOP - 8, unit, "start"),
-    ]
-    for y in ticks_y:
-        left, height = at(ticks_x[0], y)
-        parts.append(_line((left, height), (_WIDTH - _RIGHT, height), "#ddd"))
-        parts.append(_text(left - 6, height + 4, f"{y:g}", "end"))
-    for x in ticks_x:
-        place, bottom = at(x, ticks_y[0])
-        parts.append(_line((place, bottom), (place, bottom + 4), "#333"))
-        parts.append(_text(place, bottom + 17, f"{x:g}", "middle"))
-    for number, curve in enumerate(curves):
-        places = [at(*point) for point in curve.points]
-        parts += _drawn(places, _COLORS[number % len(_COLORS)], curve.dotted)
-        left = _WIDTH - _RIGHT - _LEGEND_WIDTH * (len(curves) - number)
-        parts.append(
-            f'<rect x="{left}" y="24" width="10" height="10" '
-            f'fill="{_COLORS[number % len(_COLORS)]}"/>'
-        )
-        parts.append(_text(left + 15, 33, curve.name[:18], "start"))
-    return "".join([*parts, "</svg>"])
-
-
-def _drawn(places: Points, color: str, dotted: bool) -> list[str]:
-    if dotted or len(places) == 1:
-        return [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in places]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    return [f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>']
-
-
-def _thinned(points: Points) -> Points:
-    """Thin a curve to at most so many points, with the means of those that are left out."""
-    size = math.ceil(len(points) / _MOST_POINTS)
-    groups = (points[start : start + size] for start in range(0, len(points), max(1, size)))
-    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
-
-
-def _ticks(values: Sequence[float], whole: bool = False) -> list[float]:
-    """Round numbers around the values, about six of them, at least two."""
-    low, high = min(values), max(values)
-    if high - low < 1e-9:
-        low, high = low - (0 if whole else 0.5), high + (1 if whole else 0.5)
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * part for part in (1, 2, 5, 10) if power * part >= rough)
-    step = max(1.0, step) if whole else step
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(step * number, 10) for number in range(first, last + 1)]
-
-
-def _line(start: tuple[float, float], end: tuple[float, float], color: str) -> str:
-    (x, y), (x2, y2) = start, end
-    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -42,7 +42,7 @@ def plan_page(
 
 
 def _chosen(plan: DeploymentPlan) -> list[str]:
-    """A narrow table, for the page has 780 pixels and wraps no cell; sentences below it."""
+    """A narrow table, because the page has 780 pixels and wraps no cell; sentences below it."""
     rows = plan_rows(plan)
     names = ("stage", "stage deployment", "seconds", "memory")
     told = []

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from earl_core.config import ConfigError, RunConfig
@@ -25,9 +25,6 @@ from tasks.tracking.inputs import PlayedInput
 from tasks.tracking.metric_catalogue import stored_name
 from tasks.tracking.served import pages_of, served_address, trust_server_of
 from tasks.tracking.traces import EpisodeTrace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def default_uri(config: RunConfig) -> str:
@@ -230,10 +227,6 @@ class MlflowRun:
         tables = json.loads(there.get(_TABLES, "[]"))
         if (table := {"path": path, "type": "table"}) not in tables:
             self.set_tags({_TABLES: json.dumps([*tables, table])})
-
-    def log_figure(self, figure: Figure, path: str) -> None:
-        """Store a picture, of the kind that the path's ending names."""
-        patient(lambda: self.client.log_figure(self.run_id, figure, path))
 
     def log_trace(self, trace: EpisodeTrace) -> None:
         """Store a trace linked to this run: all its spans in one call, then its summary."""

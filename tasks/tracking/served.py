@@ -35,7 +35,7 @@ def served_address(runs_directory: str | Path, given: str | None) -> str | None:
 
 
 def renewed(uri: str, runs_directory: str | Path) -> str:
-    """The address of a server of `earl up` as it is now, for it may have been started again."""
+    """The address of a server of `earl up` as it is now, because it may have been started again."""
     known = _served.get(uri)
     return uri if known is None else served_address(runs_directory, known.url) or uri
 

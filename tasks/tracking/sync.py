@@ -255,4 +255,4 @@ def _chart(rows: Sequence[Mapping[str, Any]]) -> Send | None:
     chart = selector_chart(rows)
     if chart is None:
         return None
-    return lambda mlflow: mlflow.log_figure(chart, "charts/predicted_and_measured.svg")
+    return lambda mlflow: mlflow.log_text(chart, "charts/predicted_and_measured.svg")

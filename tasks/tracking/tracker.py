@@ -91,9 +91,9 @@ class Tracker:
         self.experiment_id: str | None = None
         """MLflow's id of the experiment; None until MLflow answered."""
         self.failing = False
-        """Whether MLflow is away, as far as is known."""
+        """True while MLflow is away, as far as is known."""
         self.dropped = 0
-        """How many things were given up, because MLflow refused them."""
+        """Number of things that were given up, because MLflow refused them."""
         self._thread: threading.Thread | None = None
         self._monitor: SystemMonitor | None = None
         if run.config.tracking.enabled:

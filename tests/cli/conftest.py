@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows import server
+from tests import warm
 from tests.listeners import Listener, watching
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,9 @@ TINY = {
     "checkpoint.every": "1",
 }
 """A model of some thousand parameters; one iteration takes a moment."""
+
+WITH_RANKS = ("train", "resume", "evaluate", "play")
+"""Commands that start worker groups; `Earl.start` has them below its process, where tests look."""
 
 
 @pytest.fixture
@@ -72,8 +76,9 @@ class Earl:
     def run(
         self, *arguments: str, text: str = "", timeout: float = 240.0
     ) -> subprocess.CompletedProcess[str]:
+        ranks = arguments[0] in WITH_RANKS
         return subprocess.run(
-            self.command(*arguments),
+            warm.command("flows.cli", *arguments) if ranks else self.command(*arguments),
             cwd=self.directory,
             env=self.environment,
             input=text,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import Batch, Manifest, ManifestError, ShardStore
-from earl_core.dispatch.reads.batch import ColumnSource, Kind, Sources
+from earl_core.dispatch.reads.sources import ColumnSource, Kind, Sources
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, REWARD_SCHEMA, SAMPLE_BITS
 from tests.columns import list_column, write_columns
 from tests.dispatch.episodes import episode, manifest_of, write

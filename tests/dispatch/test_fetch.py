@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.dispatch import Batch, Manifest, ShardStore
-from earl_core.dispatch.reads.plan import DispatchPlan, Layout, make_plan
+from earl_core.dispatch.reads.plan import DispatchPlan, Layout, make_plan, plan_rows
+from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.dispatch.remote import (
     Proof,
     RemoteRead,
@@ -149,6 +150,24 @@ def test_any_layout_over_hosts_equals_a_local_read(
     transport.close()
     assert files_left(shared_hosts) == []
     release(shared_hosts, made)
+
+
+def test_rows_of_two_iterations_come_over_the_wire_once(hosts: Hosts) -> None:
+    one = produce(hosts, [("a", [40, 3, 0]), ("b", [7])])
+    other = manifest([make_shard(hosts.stores["c"], [5, 90, 11], 100, "c")])
+    parts = [join([other]), join([one], rows=[3, 1]), join([one], rows=[0])]
+    plan = plan_rows(Sources.concat(parts), Layout(1, 3, ("b", "b", "c")))
+    expected = local(hosts, one) | local(hosts, other)
+    transport = hosts.transport()
+    for rank, name in enumerate(plan.hosts):
+        with as_host(name):
+            batch = fetch(plan, rank, hosts.stores[name], transport, part_bytes=200)
+        found = copied(batch)
+        assert list(found) == [100, 101, 102, 3, 1, 0]
+        assert found == {row: expected[row] for row in found}
+        batch.close()
+    assert transport.received == Traffic(plan).moved_bytes
+    assert files_left(hosts) == []
 
 
 def shared_plan(made: Manifest, ranks: int = 4) -> DispatchPlan:

@@ -12,64 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.dispatch.reads.batch import join, sample_ids
 from earl_core.dispatch.reads.plan import BOUNDS, DispatchPlan, Layout, make_plan, plan_rows
+from earl_core.dispatch.reads.sources import join, sample_ids
 from earl_core.dispatch.remote.incoming import incoming_of
 from earl_core.dispatch.shards.manifest import ManifestError, ShardEntry
-from tests.dispatch.plan_cases import HOSTS, World, cases, even_world, manifest
+from tests.dispatch.plan_cases import HOSTS, cases, delivered, even_world, manifest, receive
 from tools.traffic import Traffic
-
-
-def receive(world: World, plan: DispatchPlan, host: str) -> np.ndarray:
-    """Run a host's reads into one buffer; every byte at most once, and none that lies here."""
-    incoming, seen = incoming_of(plan, host), set()
-    ends = incoming.place + incoming.length
-    buffer = np.zeros(ends.max(initial=0), dtype=np.uint8)
-    for shard, start, length, place in zip(
-        incoming.shard, incoming.start, incoming.length, incoming.place, strict=True
-    ):
-        entry = plan.entries[shard]
-        assert entry.host != host
-        assert length > 0
-        assert place % 8 == start % 8
-        taken = {(entry.file, byte) for byte in range(start, start + length)}
-        assert not taken & seen
-        seen |= taken
-        buffer[place : place + length] = world.files[entry.host, entry.file][start : start + length]
-    needed = {
-        (plan.entries[shard].file, byte)
-        for rank, where in enumerate(plan.hosts)
-        if where == host
-        for column in plan.sources_of(rank).columns.values()
-        for shard, start, length in zip(column.shard, column.start, column.length, strict=True)
-        if plan.entries[shard].host != host
-        for byte in range(start, start + length)
-    }
-    assert seen == needed
-    whole = Traffic(plan).by_host[host]
-    assert [part.tolist() for part in (whole.shard, whole.start, whole.length)] == [
-        part.tolist() for part in (incoming.shard, incoming.start, incoming.length)
-    ]
-    return buffer
-
-
-def delivered(
-    world: World, plan: DispatchPlan, rank: int, buffer: np.ndarray
-) -> dict[tuple[str, int], bytes]:
-    """Every row that a rank gets, from local files and its host's receive buffer."""
-    found, host = {}, plan.hosts[rank]
-    for column, place in plan.sources_of(rank).columns.items():
-        away = np.array([plan.entries[shard].host != host for shard in place.shard], dtype=bool)
-        landed = np.zeros(len(away), dtype=np.int64)
-        landed[away] = incoming_of(plan, host).find(
-            place.shard[away], place.start[away], place.length[away]
-        )
-        for index, row in enumerate(plan.rows(rank).tolist()):
-            entry = plan.entries[place.shard[index]]
-            memory = buffer if away[index] else world.files[entry.host, entry.file]
-            start = landed[index] if away[index] else place.start[index]
-            found[column, row] = memory[start : start + place.length[index]].tobytes()
-    return found
 
 
 @settings(deadline=None, max_examples=150)

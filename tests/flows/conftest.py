@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from tests.flows.runs import Runs
+from tests.shared import made_once
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -71,7 +73,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     It knows what a move looks like, not which are legal: the returns of its episodes differ.
     """
-    path = tmp_path_factory.mktemp("models") / "tiny"
     script = (
         "import pathlib, sys\n"
         "from earl_core.models.tiny import build\n"
@@ -79,8 +80,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "'options': {'style': 'compact'}}], hidden=32, layers=2, warm_start_steps=20, "
         "warm_start_learning_rate=1e-2)\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=REPOSITORY)
-    return path
+
+    def build(place: Path) -> None:
+        command = [sys.executable, "-c", script, str(place / "tiny")]
+        subprocess.run(command, check=True, cwd=REPOSITORY)
+
+    return made_once(tmp_path_factory, "models", build) / "tiny"
 
 
 def _prepared(directory: Path, prefect_server: dict[str, str], model: Path) -> Runs:
@@ -135,7 +140,7 @@ def module_runs(
 @pytest.fixture(scope="session")
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str], tiny_model: Path
-) -> Iterator[Callable[..., Runs]]:
+) -> Callable[..., Runs]:
     """Runs that nothing happened to, one for each set of overrides, made when first asked for.
 
     Who compares with one compares with a run that learnt, and would have learnt something else
@@ -145,19 +150,28 @@ def undisturbed(
 
     def undisturbed_run(*overrides: str) -> Runs:
         if overrides not in made:
-            directory = tmp_path_factory.mktemp("undisturbed")
-            runs = _prepared(directory, prefect_server, tiny_model)
-            other = [*overrides, "seed=1", "name=other"]
-            if any("stages." in override for override in overrides):
-                runs.train(*overrides)
-                runs.train(*other)
-            else:
-                both = runs.train_here({"overrides": overrides}, {"overrides": other})
-                assert both == [None, None]
-            runs.assert_learnt(than="other")
-            made[overrides] = runs
+            digest = hashlib.sha256(repr(overrides).encode()).hexdigest()[:16]
+
+            def train(directory: Path) -> None:
+                runs = _prepared(directory, prefect_server, tiny_model)
+                try:
+                    _train_both(runs, overrides)
+                finally:
+                    runs.kill_all()
+
+            directory = made_once(tmp_path_factory, f"undisturbed-{digest}", train)
+            made[overrides] = _prepared(directory, prefect_server, tiny_model)
         return made[overrides]
 
-    yield undisturbed_run
-    for runs in made.values():
-        runs.kill_all()
+    return undisturbed_run
+
+
+def _train_both(runs: Runs, overrides: tuple[str, ...]) -> None:
+    other = [*overrides, "seed=1", "name=other"]
+    if any("stages." in override for override in overrides):
+        runs.train(*overrides)
+        runs.train(*other)
+    else:
+        both = runs.train_here({"overrides": overrides}, {"overrides": other})
+        assert both == [None, None]
+    runs.assert_learnt(than="other")

@@ -11,11 +11,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeAlias
 
 import psutil
 
 from earl_core.run.record import read_lines
+from tests import warm
 from tests.learnt import SMALLEST_CHANGE, assert_learnt, largest_change, weights_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,6 +32,9 @@ LEARNING = (
 """Overrides of runs whose learning curves are compared."""
 
 
+Process: TypeAlias = subprocess.Popen[str] | warm.Started
+
+
 @dataclass
 class Runs:
     """Processes that train with one configuration file."""
@@ -39,29 +43,40 @@ class Runs:
     directory: Path
     model: Path
     environment: dict[str, str]
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    forked: bool = True
+    """Start processes by `tests.warm`, and not as `python -m` starts them."""
+    started: list[Process] = field(default_factory=list)
 
-    def start(self, *overrides: str, fault: str = "") -> subprocess.Popen[str]:
+    def start(self, *overrides: str, fault: str = "") -> Process:
         """Start training; `fault` is a value of EARL_FAULT."""
         return self._start("tests.flows.driver", *overrides, fault=fault)
 
-    def _start(self, module: str, *arguments: str, fault: str) -> subprocess.Popen[str]:
+    def _start(self, module: str, *arguments: str, fault: str) -> Process:
         environment = {**self.environment, "PYTHONPATH": str(REPOSITORY)}
         if fault:
             environment["EARL_FAULT"] = fault
         # A file, for a pipe that nobody reads stops a long run.
         with self.output_path(len(self.started)).open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, str(self.config), *arguments],
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+            process = self._process(module, [str(self.config), *arguments], environment, output)
         self.started.append(process)
         return process
+
+    def _process(
+        self, module: str, arguments: list[str], environment: dict[str, str], output: TextIO
+    ) -> Process:
+        # What is forked is in the group of whom it is forked from.
+        if self.forked and "EARL_TEST_CGROUP" not in environment:
+            imports = warm.CONTROLLER if module.endswith("driver") else warm.ALL
+            return warm.start(module, arguments, environment, REPOSITORY, output.fileno(), imports)
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
 
     def train_here(self, *steps: dict[str, Any]) -> list[str | None]:
         """Train again and again in one process, worker groups included: `in_process`'s steps.

@@ -188,6 +188,7 @@ def test_a_checkpoint_directory_that_fills_up(
     while (0, "rollout") not in runs.executed("sealed"):
         assert process.poll() is None, runs.output_path(1).read_text()
         time.sleep(0.02)
+    assert runs.workers(), "none would be seen to stay"
     filler = small_disk / "filler"
     free = shutil.disk_usage(small_disk).free
     filler.write_bytes(b"1" * (free - 2**13))

@@ -69,6 +69,8 @@ def test_runs_with_engines_of_two_devices(runs: Runs, layout: list[str]) -> None
 @pytest.mark.campaign
 def test_the_only_vllm_process_is_killed_as_it_starts_and_at_work(runs: Runs) -> None:
     """The ranks live on; the rollout is repeated with a fresh engine."""
+    # The engine is looked for below the controller.
+    runs.forked = False
     process = runs.start(*VLLM, "iterations=2")
     kill_engine(process.pid)
     while (1, "rollout") not in runs.executed("started"):

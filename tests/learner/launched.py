@@ -16,6 +16,7 @@ from typing import Any
 
 from earl_core.cluster.host import bind_listener, meeting_variables, rank_variables
 from earl_core.cluster.supervisor import LISTENER
+from tests import warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -29,9 +30,9 @@ def launch(
     behind.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", __name__, module, function, str(scratch), str(ranks)]
+    arguments = [module, function, str(scratch), str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    parent = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True)
+    parent = warm.start(__name__, arguments, environment, REPOSITORY, 2, warm.LEARNER)
     try:
         failed = parent.wait(timeout_seconds) != 0
     except subprocess.TimeoutExpired:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,30 @@ def test_a_longer_context_is_no_switch() -> None:
     assert selector_metrics(plan(), None, MANIFESTS, [], gpus=0)["selector/switches"] == 0
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _lines_of(panel: ElementTree.Element) -> list[list[tuple[float, float]]]:
+    """The points of a drawing's lines, in the units of its axes."""
+    texts = [text for text in panel.iter(f"{SVG}text") if re.fullmatch(r"[-\d.]+", text.text or "")]
+    across = [
+        (float(t.attrib["x"]), float(t.text)) for t in texts if t.get("text-anchor") == "middle"
+    ]
+    up = [(float(t.attrib["y"]) - 4, float(t.text)) for t in texts if t.get("text-anchor") == "end"]
+
+    def value(place: float, axis: list[tuple[float, float]]) -> float:
+        (start, low), (end, high) = axis[0], axis[-1]
+        return low + (place - start) / (end - start) * (high - low)
+
+    return [
+        [
+            (value(float(x), across), value(float(y), up))
+            for x, y in (point.split(",") for point in line.attrib["points"].split())
+        ]
+        for line in panel.iter(f"{SVG}polyline")
+    ]
+
+
 def test_the_picture_has_both_lines_of_every_stage_and_marks_switches(runs: Runs) -> None:
     lines = []
     for iteration in range(4):
@@ -136,21 +161,27 @@ def test_the_picture_has_both_lines_of_every_stage_and_marks_switches(runs: Runs
         lines.append({"iteration": iteration, "time": 1.0, **numbers, **took})
     drawn = selector_chart(lines)
     assert drawn is not None
-    assert [panel.get_title() for panel in drawn.axes] == [
+    panels = list(ElementTree.fromstring(drawn).iter(f"{SVG}svg"))[1:]
+    assert [panel.findtext(f"{SVG}text") for panel in panels] == [
         "rollout: seconds",
         "rollout: peak, GiB",
         "update: seconds",
         "update: peak, GiB",
     ]
-    shown = [{line.get_label(): line.get_xydata() for line in panel.lines} for panel in drawn.axes]
-    measured = [[list(point) for point in found.get("measured", [])] for found in shown]
-    assert measured == [[[k, value] for k in range(4) if value] for value in (6.0, None, 10.0, 2.0)]
-    assert ["predicted" in found for found in shown] == [False, False, True, True]
+    names = [{text.text for text in panel.iter(f"{SVG}text")} for panel in panels]
+    assert ["measured" in found for found in names] == [True, False, True, True]
+    assert ["predicted" in found for found in names] == [False, False, True, True]
+    shown = [_lines_of(panel) for panel in panels]
+    values = [[6.0], [], [10.0, 12.0], [2.0, 3.0]]
+    for drawn_lines, constant in zip(shown, values, strict=True):
+        for points, value in zip(drawn_lines, constant, strict=True):
+            assert [x for x, _ in points] == pytest.approx([1, 2, 3, 4], abs=0.01)
+            assert [y for _, y in points] == pytest.approx([value] * 4, abs=0.02)
     upright = [
-        [line.get_xdata()[0] for line in panel.lines if len(set(line.get_xdata())) == 1]
-        for panel in drawn.axes
+        [line.get("x1") for line in panel.iter(f"{SVG}line") if line.get("stroke") == "#888"]
+        for panel in panels
     ]
-    assert upright == [[], [], [2], [2]]
+    assert [len(found) for found in upright] == [0, 0, 1, 1]
     assert selector_chart([]) is selector_chart([{"iteration": 0, "x": 1.0}]) is None
 
     run = runs.run()

@@ -37,7 +37,7 @@ from functools import cached_property
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.reads.batch import Sources, join
+from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.dispatch.shards.manifest import Manifest, ShardEntry
 
 MAX_EXCHANGES_PER_REPLICA = 2
@@ -246,7 +246,7 @@ class DispatchPlan:
         return digest.hexdigest()
 
     def rows(self, rank: int) -> np.ndarray:
-        """int64 sample_ids of a rank's rows, ascending."""
+        """int64 sample_ids of a rank's rows, in the order of the batch."""
         return self.sources.rows[self.members(self.layout.replica(rank))]
 
     def sources_of(self, rank: int) -> Sources:
@@ -309,9 +309,9 @@ def plan_rows(
 ) -> DispatchPlan:
     """Plan the way of rows to their consumers.
 
-    groups: the group of each row in ascending order of sample_id, needed when
-    `layout.keep_groups`. parts: for each row which part of the work it belongs to, the same
-    for all rows of a group; the replicas meet after each part, so each is balanced by itself.
+    groups: the group of each row of `sources`, needed when `layout.keep_groups`. parts: for each
+    row which part of the work it belongs to, the same for all rows of a group; the replicas meet
+    after each part, so each is balanced by itself.
     Raises `ValueError` when the layout cannot be met.
     """
     hosts = layout.hosts or _only_host(sources, layout.ranks)

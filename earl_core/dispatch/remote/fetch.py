@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from earl_core.dispatch.reads.batch import Batch, Lease, Sources, abandon, open_shards
+from earl_core.dispatch.reads.batch import Batch, Lease, abandon, open_shards
 from earl_core.dispatch.reads.plan import DispatchPlan
+from earl_core.dispatch.reads.sources import Sources
 from earl_core.dispatch.remote.incoming import ALIGNMENT, Incoming, incoming_of
 from earl_core.dispatch.remote.tcp import TcpTransport
 from earl_core.dispatch.remote.transport import Range, RemoteRead, TransportError

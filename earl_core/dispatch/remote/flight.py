@@ -2,7 +2,7 @@
 
 Off the hot path: stages read through mappings and ranges, this is for people and their notebooks.
 It runs in a process of its own (`earl shards serve`), because gRPC does not survive a fork.
-Checksums are not looked at, for they need a manifest.
+Checksums are not looked at, because they need a manifest.
 
     client = pyarrow.flight.connect("grpc://127.0.0.1:8815")
     header = (b"authorization", b"Bearer " + open("TOKEN FILE", "rb").read())

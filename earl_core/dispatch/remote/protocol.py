@@ -93,7 +93,10 @@ def remaining(deadline: float) -> float:
     return left
 
 
-def drain(client: socket.socket, size: int, seconds: float = 1.0) -> None:
+_DRAIN_SECONDS = 1.0
+
+
+def drain(client: socket.socket, size: int) -> None:
     """Read and drop up to `size` bytes before closing.
 
     Closing with unread bytes resets the connection, and the other side may then never see the
@@ -101,7 +104,7 @@ def drain(client: socket.socket, size: int, seconds: float = 1.0) -> None:
     """
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_WR)
-        receive(client, [bytearray(min(size, 2**20))], time.monotonic() + seconds)
+        receive(client, [bytearray(min(size, 2**20))], time.monotonic() + _DRAIN_SECONDS)
 
 
 MAGIC = b"EARLRNG4"

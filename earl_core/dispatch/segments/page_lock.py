@@ -32,7 +32,7 @@ class Cudart(Protocol):
 
 
 def cudart() -> Cudart | None:
-    """The CUDA runtime of this process; None where nothing has used a GPU yet, for the question
+    """The CUDA runtime of this process; None where nothing has used a GPU yet, because the question
     alone would take one."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

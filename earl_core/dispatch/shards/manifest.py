@@ -190,7 +190,10 @@ class Manifest(_Record):
     iteration: int = Field(ge=0)
     stage: str
     key: str = Field(description="what must be equal for the stage to count as finished")
-    policy_version: int = Field(ge=0, description="the weights that the stage started from")
+    policy_version: int = Field(
+        ge=0,
+        description="the weights that were played, trained or published, or that played its data",
+    )
     shards: tuple[ShardEntry, ...] = ()
     outputs: dict[str, Any] = Field(default_factory=dict, description="small results, JSON")
     metrics: dict[str, float] = Field(default_factory=dict)

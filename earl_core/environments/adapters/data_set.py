@@ -53,7 +53,7 @@ class Rows(Protocol):
         ...
 
     def place(self, index: int) -> str:
-        """Where people find a row."""
+        """Name the place where people find a row."""
         ...
 
 
@@ -102,7 +102,7 @@ class DataSet:
         return part[row]
 
     def place(self, index: int) -> str:
-        """Where people find a row: its number, from 0 on, and its file."""
+        """Name the place where people find a row: its number, from 0 on, and its file."""
         part, row = self._at(index)
         return part.place(row)
 
@@ -256,7 +256,7 @@ def _open(files: Any, root: str, path: str, split: str | None) -> list[Rows]:
 
 
 def _saved(files: Any, folder: str) -> list[Rows]:
-    """What `datasets` saved: its files hold Arrow IPC streams."""
+    """Open the tables that `datasets` saved: its files hold Arrow IPC streams."""
     pa = import_package("pyarrow", "pyarrow")
     state = _told(files, f"{folder}/state.json")
     tables: list[Rows] = []
@@ -269,7 +269,8 @@ def _saved(files: Any, folder: str) -> list[Rows]:
 
 
 def _told(files: Any, name: str) -> Any:
-    """What `datasets` wrote of its files. Raises ConfigError for what is no such text."""
+    """Read the description that `datasets` wrote of its files. Raises ConfigError for what is no
+    such text."""
     _check_regular(files, name)
     with files.open(name, "rb") as stream:
         return json.loads(_read_whole(stream, name, _LITTLE))

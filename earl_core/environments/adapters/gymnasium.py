@@ -195,7 +195,7 @@ def _check_space(space: Any, what: str) -> None:
 
 
 def _described(space: Any) -> str:
-    """What a value of the space is, in JSON where it is not one number or text."""
+    """Describe a value of the space, in JSON where it is not one number or text."""
     match type(space).__name__:
         case "Discrete":
             return f"a whole number from {space.start} to {space.start + space.n - 1}"

@@ -1,7 +1,7 @@
 """Adapter for environments of OpenEnv: a class, hosted here unchanged, or a server by its URL.
 
-Each answer of the model is one action, as JSON. What the class of the actions does not accept is
-told to the model, which may try again.
+Each answer of the model is one action, as JSON. An answer that the class of the actions does not
+accept is told to the model, which may try again.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class OpenEnv:
         return {"outcome": outcome, "outcomes": ["done", "illegal"], "metrics": metrics}
 
     async def _described(self) -> str:
-        """What the model is told of actions."""
+        """Describe the actions to the model."""
         schema = self._session.schema
         if schema.get("title") in _MCP:
             listed = await self._session.step({"type": "list_tools"})

@@ -32,7 +32,7 @@ class Invalid(EarlError):
 
 @dataclass(frozen=True)
 class Observed:
-    """What the environment answers. fields: of the observation, as JSON has them."""
+    """The environment's answer. fields: of the observation, as JSON has them."""
 
     fields: dict[str, Any]
     reward: float
@@ -90,7 +90,7 @@ class Hosted:
         self.waits = self._is_own("reset_async") or self._is_own("step_async")
 
     async def reset(self, arguments: Mapping[str, Any]) -> Observed:
-        """See `Session`."""
+        """Call the object's own reset, with those arguments that it takes."""
         method = self._world.reset_async if self._is_own("reset_async") else self._world.reset
         known = inspect.signature(method).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -98,7 +98,8 @@ class Hosted:
         return await self._observed(method(**taken))
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """See `Session`."""
+        """Call the object's own step with the action, read as its class; `Invalid` where it does
+        not fit."""
         from pydantic import ValidationError
 
         try:
@@ -109,7 +110,7 @@ class Hosted:
         return await self._observed(method(read))
 
     async def close(self) -> None:
-        """See `Session`."""
+        """Close the object."""
         self._world.close()
 
     def _is_own(self, name: str) -> bool:
@@ -135,7 +136,8 @@ class Remote:
         self.schema = _schema(self._url, tuple(self._headers.items()))
 
     async def reset(self, arguments: Mapping[str, Any]) -> Observed:
-        """See `Session`. Waits for a session where the server has all that it allows in use."""
+        """Open a session and reset it there. Waits for a session where the server has all that it
+        allows in use."""
         for _ in range(int(_FREE_SECONDS / _FREE_POLL_SECONDS)):
             await self._open()
             reply = await self._ask("reset", arguments)
@@ -149,11 +151,11 @@ class Remote:
         )
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """See `Session`."""
+        """Send the action to the server's session."""
         return self._observed(await self._ask("step", action))
 
     async def close(self) -> None:
-        """See `Session`."""
+        """Close the server's session and the connection; a server that does not answer is left."""
         socket, self._socket = self._socket, None
         if socket is not None:
             with suppress(Exception):
@@ -217,7 +219,8 @@ def _invalid(errors: Any) -> Invalid:
 
 @lru_cache
 def _schema(url: str, headers: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """Of the server's actions; asked for once by each process. Raises ConfigError."""
+    """Return the schema of the server's actions; asked for once by each process. Raises
+    ConfigError."""
     request = urllib.request.Request(f"{url}/schema", headers=dict(headers))
     try:
         with open_endpoint(request, _SCHEMA_SECONDS) as reply:

@@ -69,7 +69,7 @@ class Verifiers:
         return episode_result(await self._world.play(self._task, **self.policy))
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Close nothing, because it holds nothing."""
 
 
 class _World:
@@ -183,7 +183,8 @@ class _World:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """What the episodes share, servers above all, while there is one of them."""
+        """Serve the things that the episodes share, servers above all, while there is one of
+        them."""
         async with self._starting:
             if not self._players:
                 await self._serve()
@@ -226,7 +227,7 @@ def _there(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _means(tables: list[dict[str, float]]) -> dict[str, float]:
-    """Of each name that has numbers."""
+    """Compute the mean of each name that has numbers."""
     found: dict[str, list[float]] = {}
     for table in tables:
         for name, value in table.items():

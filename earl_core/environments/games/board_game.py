@@ -1,4 +1,5 @@
-"""What all two-player board games share: turns, sides, illegal answers, rewards and messages.
+"""The part that all two-player board games share: turns, sides, illegal answers, rewards and
+messages.
 
 Moves are written as numbers counted from 1; inside they count from 0.
 """
@@ -91,9 +92,10 @@ class BoardGame(ABC, Generic[StateT]):
     """A game of the agent against a seeded opponent; implements `Environment`.
 
     The prompt index fixes the agent's side and, when it moves second, the opponent's first move;
-    the seed fixes the opponent's other moves. That is not so where the policy is the opponent.
-    `info` at the end: `outcome` (win, draw, loss, illegal), `side` (first, second), `metrics`
-    (agent_moves, illegal_answers, and of the policy as opponent opponent_illegal_answers).
+    the seed fixes the opponent's other moves. The seed fixes no move where the policy is the
+    opponent. `info` at the end: `outcome` (win, draw, loss, illegal), `side` (first, second),
+    `metrics` (agent_moves, illegal_answers, and of the policy as opponent
+    opponent_illegal_answers).
     """
 
     name: ClassVar[str]

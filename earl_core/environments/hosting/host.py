@@ -35,7 +35,7 @@ from earl_core.system.frames import Channel, encode
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 3.0
 _SHOWN_SHARE = 0.75
-"""Of the time that a start may take: then the stacks are written to the log."""
+"""Share of the time that a start may take, after which the stacks are written to the log."""
 
 
 def alive_interval(timeout_seconds: float) -> float:

@@ -49,16 +49,16 @@ class Call:
 
     @property
     def running(self) -> bool:
-        """Whether its code runs, as opposed to waiting for a thread."""
+        """True while its code runs, as opposed to waiting for a thread."""
         return self.thread is not None or self.coroutine is not None
 
     @property
     def cancellable(self) -> bool:
-        """Whether a coroutine runs; a tool's plain function in a thread cannot be stopped."""
+        """True while a coroutine runs; a tool's plain function in a thread cannot be stopped."""
         return self.coroutine is not None and self.thread is None
 
     def stack(self) -> str:
-        """Where its code stands, the innermost frame last."""
+        """Return the stack of its code, the innermost frame last."""
         if not self.cancellable:
             frame = sys._current_frames().get(self.thread or 0)
             return "".join(traceback.format_stack(frame)[-_FRAMES_SHOWN:]) if frame else ""
@@ -77,7 +77,7 @@ class Calls:
     """
 
     passing: tuple[type[BaseException], ...] = ()
-    """What is raised on, because it is no failure of the environment."""
+    """Exceptions that are raised on, because they are no failure of the environment."""
 
     def __init__(
         self, create: Callable[[], Environment], threads: Executor, tools: Toolbox

@@ -52,8 +52,8 @@ class HostLost(EarlError):
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What the hosts of a pool have in common; see `EnvironmentPool`. threads: of each host.
-    program: the command that runs a host, None for this process's Python and packages."""
+    """Settings that the hosts of a pool have in common; see `EnvironmentPool`. threads: of each
+    host. program: the command that runs a host, None for this process's Python and packages."""
 
     name: str
     options: dict[str, Any]
@@ -101,23 +101,23 @@ class HostProcess:
         self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
         self.deterministic = True
-        """Whether a fresh process can play its episodes again."""
+        """True when a fresh process can play its episodes again."""
         self.wants_policy = False
-        """Whether its environments ask the policy."""
+        """True when its environments ask the policy."""
         self.concurrent = True
-        """Whether several of its calls may run at the same time."""
+        """True when several of its calls may run at the same time."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the tools that the model may call."""
         self.notes: list[str] = []
-        """What somebody who starts a run with these tools should know."""
+        """Notes for somebody who starts a run with these tools."""
         self.characters = ""
         """All that the environment names."""
         self.versions: dict[str, str] = {}
-        """Of its Python and the packages there, if they are others than ours."""
+        """Versions of its Python and the packages there, if they are others than ours."""
         self.timed_out = False
-        """Whether it was lost because it did not answer in time."""
+        """True when it was lost because it did not answer in time."""
         self.call_timed_out = False
-        """Whether it was lost because it reported a call over its deadline."""
+        """True when it was lost because it reported a call over its deadline."""
 
     @classmethod
     async def start(
@@ -165,7 +165,7 @@ class HostProcess:
 
     @property
     def lost(self) -> bool:
-        """Whether the process is gone or must be replaced."""
+        """True when the process is gone or must be replaced."""
         return self._lost.is_set()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class HostProcess:
 
     @property
     def killed_from_outside(self) -> bool:
-        """Whether a signal of someone else's ended it, as opposed to a fault of its own. After
+        """True when a signal of someone else's ended it, as opposed to a fault of its own. After
         `abandon`, when it had been lost before."""
         code = None if self._process is None else self._process.returncode
         return code in (-signal.SIGKILL, -signal.SIGTERM) and not self.timed_out

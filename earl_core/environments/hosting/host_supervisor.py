@@ -53,12 +53,12 @@ class OpenEpisode:
 
     @property
     def done(self) -> bool:
-        """Whether it takes no more steps."""
+        """True when the episode takes no more steps."""
         return bool(self.last.get("done"))
 
     @property
     def lasting(self) -> bool:
-        """Whether a fresh process needs its environment."""
+        """True when a fresh process needs its environment."""
         return bool(self.past) and not self.done and self.failure is None
 
 
@@ -75,7 +75,7 @@ class HostSupervisor:
         self._asked: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count()
         self.restarts = 0
-        """How often a process was replaced."""
+        """Number of times that a process was replaced."""
 
     @property
     def pid(self) -> int | None:

@@ -1,6 +1,6 @@
 """Keeps environments in this process and its event loop, so that a debugger stops in their code.
 
-What it offers is what a pool wants of a `HostSupervisor`. There are no deadlines, and code that
+It offers the part of a `HostSupervisor` that a pool uses. There are no deadlines, and code that
 ends the process or keeps the loop does so.
 """
 
@@ -56,7 +56,8 @@ class _InProcessCalls(Calls):
 
 
 class InProcessSupervisor:
-    """See `HostSupervisor`, and for the attributes `HostProcess`."""
+    """A `HostSupervisor` that runs the environments in this process, with the attributes of a
+    `HostProcess`."""
 
     pid = None
     restarts = 0
@@ -77,7 +78,7 @@ class InProcessSupervisor:
 
     @property
     def process(self) -> InProcessSupervisor:
-        """What a host process says of its environments."""
+        """This object, which has the properties of its environments as a host process has."""
         return self
 
     def __len__(self) -> int:
@@ -113,8 +114,8 @@ class InProcessSupervisor:
             self._threads.shutdown(wait=False)
 
     async def call(self, episode_id: int, kind: str, arguments: list[Any]) -> dict[str, Any]:
-        """See `HostSupervisor`. Raises `KeyboardInterrupt` for Ctrl-C, and when the debugger is
-        left by `q`."""
+        """Run the call in this process, as `HostSupervisor` wants. Raises `KeyboardInterrupt` for
+        Ctrl-C, and when the debugger is left by `q`."""
         if kind == "reset":
             self._open[episode_id] = False
         elif self._open.get(episode_id, True):
@@ -134,7 +135,7 @@ class InProcessSupervisor:
         return value
 
     def close(self, episode_id: int) -> None:
-        """See `HostSupervisor`."""
+        """Close the episode's environment in a task that `stop` waits for."""
         if self._open.pop(episode_id, None) is not None:
             closing = self._calls.run(Call("close", episode_id))
             task = asyncio.get_running_loop().create_task(closing)

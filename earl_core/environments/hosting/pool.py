@@ -90,7 +90,7 @@ class EnvironmentPool:
         )
         self.step_timeout_seconds = step_timeout_seconds
         self.threads = hosts * threads
-        """How many synchronous calls run at the same time, over all hosts."""
+        """Number of synchronous calls that run at the same time, over all hosts."""
         self._supervisors: list[HostSupervisor | InProcessSupervisor]
         if here and program is None:
             from earl_core.environments.hosting.in_process import InProcessSupervisor
@@ -111,7 +111,7 @@ class EnvironmentPool:
         log_path: Path | None,
         here: bool = False,
     ) -> EnvironmentPool:
-        """Of a run's environment. hosts: instead of its own number."""
+        """Make the pool of a run's environment. hosts: instead of its own number."""
         agent = environment.agent is not None
         return cls(
             environment.played,
@@ -140,8 +140,8 @@ class EnvironmentPool:
         log_path: Path | None,
         here: bool = False,
     ) -> EnvironmentPool:
-        """Of a run's reward functions, each a prompt by its place. hosts: instead of its own
-        number."""
+        """Make the pool of a run's reward functions, each a prompt by its place. hosts: instead of
+        its own number."""
         functions = [
             {"label": each.title, "function": each.function, "options": each.options}
             for each in reward.functions
@@ -220,13 +220,13 @@ class EnvironmentPool:
 
     @property
     def deterministic(self) -> bool:
-        """Whether episodes of a lost host can be replayed."""
+        """True when episodes of a lost host can be replayed."""
         process = self._supervisors[0].process
         return process is None or process.deterministic
 
     @property
     def concurrent(self) -> bool:
-        """Whether a host may run several calls at the same time."""
+        """True when a host may run several calls at the same time."""
         process = self._supervisors[0].process
         return process is None or process.concurrent
 
@@ -238,19 +238,20 @@ class EnvironmentPool:
 
     @property
     def notes(self) -> list[str]:
-        """What somebody who starts a run with these tools should know."""
+        """Notes for somebody who starts a run with these tools."""
         process = self._supervisors[0].process
         return [] if process is None else process.notes
 
     @property
     def wants_policy(self) -> bool:
-        """Whether the environments, or agents, ask the policy."""
+        """True when the environments, or agents, ask the policy."""
         process = self._supervisors[0].process
         return process is not None and process.wants_policy
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the hosts' Python ("python") and the packages there, where `python` is another."""
+        """Versions of the hosts' Python ("python") and the packages there, where `python` is
+        another."""
         process = self._supervisors[0].process
         return {} if process is None else process.versions
 
@@ -279,7 +280,7 @@ class EnvironmentPool:
 
     @property
     def host_restarts(self) -> int:
-        """How many hosts had to be replaced since the start."""
+        """Number of hosts that had to be replaced since the start."""
         return sum(supervisor.restarts for supervisor in self._supervisors)
 
     async def _go_on(self, episode_id: int, kind: str, *said: Any) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def contained_number(completion: str, row: dict[str, Any]) -> float:
 def number_by_tools(
     completion: str, row: dict[str, Any], messages: Sequence[Message]
 ) -> tuple[float, dict[str, Any]]:
-    """As `contained_number`, but 0.1 for a wrong number after a call that a tool has answered."""
+    """Score as `contained_number` does, but 0.1 for a wrong number after a call that a tool has
+    answered."""
     right = contained_number(completion, row)
     results = [message["content"] for message in messages if message["role"] == "tool"]
     called = any(not result.startswith("Error: ") for result in results)
@@ -65,7 +66,7 @@ _EXPONENT_OF_UNIT = re.compile(
     r"\d[\s~]{0,3}(?:\\[,;!: ])?\s?(?:\\(?:text|mathrm|mbox|rm)\s?\{\s?)?"
     r"(?:[A-Za-zµμ]+\s?[/*·]\s?)?(?:[kcdmnµμ]?m|ft|feet|in|inch(?:es)?|yd|mi|s|sec|units?|met(?:er|re)s?)\}?\s?\^\s?\{?\s?$"
 )
-"""What stands before the 2 of `12 cm^2`."""
+"""Text before the 2 of `12 cm^2`."""
 
 
 def nothing(completion: str, row: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -78,7 +79,7 @@ ANSWER_RULES: dict[Any, AnswerRule] = {
     contained_number: _holds_number,
     number_by_tools: _holds_number,
 }
-"""What these functions need of an answer; with any other theirs is always 0."""
+"""Rules for the answers that these functions need; with any other their score is always 0."""
 
 
 def _answer(row: dict[str, Any]) -> Any:

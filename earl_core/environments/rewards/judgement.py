@@ -1,7 +1,7 @@
 """The score that a judge has written: what is certain of it, or nothing.
 
 Judges write scales beside their score, fractions, marks around it, drafts before it, and scores of
-parts. What may be read in two ways is no score: the judge is asked again.
+parts. A number that may be read in two ways is no score: the judge is asked again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COUNTED = (
     r"(?:errors?|mistakes?|flaws?|issues?|problems?|steps?|facts?|items?|tests?|cases?|bugs?|"
     r"questions?|requirements?|criteria)"
 )
-"""What stands behind a number that counts something else."""
+"""Words behind a number that counts something else."""
 _SIGNS_OF_DOUBT = re.compile(
     rf"""
     [ \t*_`~)\]}}]{{0,40}}(?:
@@ -112,7 +112,7 @@ def read_score(text: str, low: float, high: float) -> float | None:
     r"""The score in a judge's answer, or None where there is none that is certain.
 
     A score is what follows the word score, rating or grade, stands in `<score>`, or is the whole
-    answer or the `\boxed{}` at its end. Of drafts the last counts; a final or overall score
+    answer or the `\boxed{}` at its end. The last of several drafts counts; a final or overall score
     outranks others; scores of several parts that differ are none. `8/10`, and 80 % on a scale up to
     100, must fit low and high.
     """
@@ -181,14 +181,14 @@ def _statements(text: str, low: float, high: float) -> Iterator[_Said]:
 
 
 def _sentence(text: str, start: int, end: int) -> str:
-    """What stands around a place, between full stops and ends of lines."""
+    """Return the text around a place, between full stops and ends of lines."""
     before = re.split(r"[.!?]\s|\n", text[max(0, start - 200) : start])[-1]
     after = re.split(r"[.!?](?:\s|$)|\n", text[start : end + 200])[0]
     return before + after
 
 
 def _fits(bracket: str | None, between: str | None, high: float) -> bool:
-    """Whether the scale that a judge names beside the word ends where ours does."""
+    """Tell whether the scale that a judge names beside the word ends where ours does."""
     named = f"{bracket or ''} {between or ''}"
     limits = [each for each in numbers(named) if each.value is not None]
     only = bracket is not None and whole_number(bracket) is not None

@@ -13,11 +13,11 @@ from earl_core.system.frames import WireError
 
 ROLES = ("system", "user", "assistant", "tool")
 LARGEST_NUMBER = 1e30
-"""Of a reward or metric: what comes of it, sums and float32 columns, must stay finite too."""
+"""Largest reward or metric, so that sums and float32 columns stay finite too."""
 
 
 def first_messages(messages: Any) -> dict[str, Any]:
-    """What `reset` returned as JSON: `messages`. Raises WireError."""
+    """Write the return value of `reset` as JSON: `messages`. Raises WireError."""
     if not _checked_messages(messages):
         raise WireError(
             "reset() must return at least one message, for the agent has nothing to answer yet."
@@ -26,7 +26,7 @@ def first_messages(messages: Any) -> dict[str, Any]:
 
 
 def step_result(result: Any) -> dict[str, Any]:
-    """What `step` returned as JSON: the fields of `StepResult`. Raises WireError."""
+    """Write the return value of `step` as JSON: the fields of `StepResult`. Raises WireError."""
     if not isinstance(result, StepResult):
         raise WireError(f"step() must return a StepResult, not {type(result).__name__}.")
     reward = _checked_number("The reward", result.reward)
@@ -39,7 +39,7 @@ def step_result(result: Any) -> dict[str, Any]:
 
 
 def legal_answers(answers: Any) -> dict[str, Any]:
-    """What `legal_answers` returned as JSON: `answers`. Raises WireError."""
+    """Write the return value of `legal_answers` as JSON: `answers`. Raises WireError."""
     if not isinstance(answers, (list, tuple)) or not all(isinstance(x, str) for x in answers):
         raise WireError(f"legal_answers() must return a list of texts, not {answers!r:.200}.")
     for answer in answers:
@@ -48,7 +48,7 @@ def legal_answers(answers: Any) -> dict[str, Any]:
 
 
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:
-    """As the pool will see it: with lists for tuples and texts for all keys."""
+    """Return the value as the pool will see it: with lists for tuples and texts for all keys."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

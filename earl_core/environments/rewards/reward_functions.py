@@ -23,7 +23,7 @@ from earl_core.system.import_path import import_object, refuse_library
 from earl_core.system.similar import meant
 
 NAME = "reward functions"
-"""What `registry` knows them by; no import path has a space."""
+"""Name by which `registry` knows reward functions; no import path has a space."""
 
 BUILT_IN: dict[str, str] = {
     "judge": "earl_core.environments.judges:Judge",
@@ -56,7 +56,7 @@ class RewardFunctions:
         return _awaited(value) if inspect.isawaitable(value) else _result(value)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Close nothing, because it holds nothing."""
 
 
 def _bound(

@@ -1,4 +1,5 @@
-"""Which rows of a data set can be asked, and scored: all of them are looked at before work.
+"""Check that the rows of a data set can be asked, and scored: all of them are looked at before
+work.
 
 Columns of Arrow are looked at as columns, a few hundred million values a minute; lines of JSON are
 parsed, some ten million a minute.
@@ -16,15 +17,15 @@ from earl_core.system.import_path import import_package
 from earl_core.system.similar import meant
 
 AnswerRule = Callable[[Any], str]
-"""What is wrong with an answer, "" for nothing."""
+"""Rule that returns the fault of an answer, "" for none."""
 
 _DEEPEST = 100
 
 
 @dataclass(frozen=True)
 class RowRules:
-    """What a row needs. prompt: the column of the prompt. answer: that of the answer, with its
-    rule. scoring: columns that reward functions get."""
+    """The columns that a row needs. prompt: the column of the prompt. answer: that of the answer,
+    with its rule. scoring: columns that reward functions get."""
 
     prompt: str
     answer: str | None
@@ -38,7 +39,7 @@ class RowRules:
         return tuple(column for column in named if column is not None)
 
     def fault(self, row: Mapping[str, Any]) -> str:
-        """What is wrong with a row, "" for nothing."""
+        """Return the fault of a row, "" for none."""
         for column in self.columns:
             if column not in row:
                 near = meant(column, row).strip()
@@ -73,7 +74,7 @@ class RowRules:
 
 
 def prompt_fault(prompt: Any) -> str:
-    """What is wrong with a text or a list of messages, "" for nothing."""
+    """Return the fault of a text or a list of messages, "" for none."""
     if isinstance(prompt, str):
         if prompt.isascii():
             return "" if prompt and not prompt.isspace() else "is empty"

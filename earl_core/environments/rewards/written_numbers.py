@@ -1,7 +1,7 @@
 """The numbers that a text holds, as people, models and LaTeX write them, read exactly.
 
 They use the standard library alone, because reward functions may run under a Python without our
-packages. What has no value that is certain (a version, a chain of slashes) has none here.
+packages. A text whose value is not certain (a version, a chain of slashes) has none here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Written:
     doubtful: bool = False
 
     def equals(self, other: Written) -> bool:
-        """Whether both say the same; a percentage is also equal to its number without the sign."""
+        """Tell whether both say the same; a percentage is also equal to its number without the
+        sign."""
         if self.value is None or other.value is None:
             return False
         if self.value == other.value:
@@ -191,7 +192,7 @@ def _pieces(run: str, around: str) -> list[str]:
 
 
 def _grouped(groups: list[str], separator: str) -> bool:
-    """Whether these are thousands, or lakhs and crores."""
+    """Tell whether these are thousands, or lakhs and crores."""
     if separator == "_":
         return True
     first, *middle, last = groups
@@ -203,7 +204,8 @@ def _grouped(groups: list[str], separator: str) -> bool:
 
 
 def _value(run: str) -> tuple[Fraction | None, bool]:
-    """Of a run of digits and separators, and whether its one comma may be read in two ways."""
+    """Read a run of digits and separators; also tell whether its one comma may be read in two
+    ways."""
     groups, separators = _parts(run)
     if sum(map(len, groups)) > _MOST_DIGITS:
         return None, False

@@ -1,4 +1,5 @@
-"""Whether arguments fit a tool's schema, which may come from anywhere, and so has a bound in time.
+"""Check of arguments against a tool's schema, which may come from anywhere, and so has a bound in
+time.
 
 A pattern that backtracks and references that multiply keep a thread for ever, and with it the
 whole interpreter. So schemas that have any are tried in a process of their own, which is ended when
@@ -19,7 +20,7 @@ from typing import Any
 from earl_core.system.errors import EarlError
 
 SECONDS = 5.0
-"""Of one check, after the process has started."""
+"""Seconds of one check, after the process has started."""
 
 _START_SECONDS = 60.0
 _COSTLY = (
@@ -34,7 +35,7 @@ _PROGRAM = (
 
 
 def misfit(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Why a schema refuses the arguments, "" when it does not."""
+    """Return the reason why a schema refuses the arguments, "" when it does not."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
     from referencing import Registry
@@ -59,7 +60,8 @@ class ArgumentCheck:
         self._process: subprocess.Popen[bytes] | None = None
 
     def misfit(self, name: str, parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-        """As the function. name: of the tool. Raises `EarlError` when it takes too long."""
+        """Call the function `misfit` in the process. name: of the tool. Raises `EarlError` when it
+        takes too long."""
         question = json.dumps([parameters, arguments]).encode() + b"\n"
         with self._turn:
             # The kernel ends the process with the thread that began it, which may be gone.
@@ -111,7 +113,7 @@ class ArgumentCheck:
 
 
 def is_costly(schema: Any) -> bool:
-    """Whether a schema has what may take any time."""
+    """Tell whether a schema has a part that may take any time."""
     if isinstance(schema, Mapping):
         return any(key in _COSTLY or is_costly(each) for key, each in schema.items())
     return isinstance(schema, list) and any(map(is_costly, schema))

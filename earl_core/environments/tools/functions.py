@@ -22,7 +22,7 @@ BUILT_IN = {
 }
 
 _PLAIN = (str, int, float, bool, list, tuple, dict, types.NoneType, Any)
-"""The classes that the schema has words for. Of any other one it would ask for an object."""
+"""The classes that the schema has words for. For any other class it would ask for an object."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """By which the model calls it."""
+        """Name by which the model calls the tool."""
         return str(self.schema["function"]["name"])
 
 
@@ -105,7 +105,7 @@ def _check_signature(function: Callable[..., Any], path: str) -> None:
 
 
 def _classes(hint: Any) -> Iterator[type]:
-    """Those that a type hint is made of."""
+    """Yield the classes that a type hint is made of."""
     if get_origin(hint) in (Union, types.UnionType, list, dict, tuple):
         for each in get_args(hint):
             yield from _classes(each)

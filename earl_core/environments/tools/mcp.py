@@ -56,7 +56,7 @@ class Server:
         return [self._tool(each) for each in found]
 
     async def _listed(self) -> list[Any]:
-        """What the server says of its tools, page by page. Raises ConfigError."""
+        """List the tools of the server, page by page. Raises ConfigError."""
         found: list[Any] = []
         size, cursors, cursor = 0, set[str](), ""
         while True:
@@ -124,12 +124,14 @@ class Server:
                 self._broken = False
 
     def _lost(self, how: str, error: Exception) -> EnvironmentFailed:
-        """No fault of the call's: its episode is played anew."""
+        """Make the failure of a lost server. It is no fault of the call's: its episode is played
+        anew."""
         text = redact(f"the MCP server {self.name!r} {how}: {_cause(error)}")
         return EnvironmentFailed(-1, "lost", text)
 
     async def _connect(self) -> None:
-        """In a task of its own: the protocol's streams are closed where they were opened."""
+        """Connect in a task of its own: the protocol's streams are closed where they were
+        opened."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
         self._holding = asyncio.create_task(self._hold(ready, self._over))

@@ -2,8 +2,8 @@
 
 `sandbox` does it. Namespaces are taken where the kernel gives some: the code then sees no process,
 no network and no file but Python's own, and a folder in memory; filters of system calls and, in
-place of the mount view, Landlock otherwise. What a machine does not hold is said when the tool is
-loaded.
+place of the mount view, Landlock otherwise. Limits that a machine does not hold are named when the
+tool is loaded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def python(code: str) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """It ends what the code began before it ends itself."""
+    """End the process, which ends what the code began before it ends itself."""
     # Not by its method, which waits for it too, as the event loop does.
     with suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGTERM)
@@ -87,7 +87,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _output(process: asyncio.subprocess.Process, code: str) -> bytes:
-    """What it printed, until it ends or has printed too much."""
+    """Read the output of the process, until it ends or has printed too much."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(ConnectionError):
@@ -113,7 +113,8 @@ def _settings(namespaces: bool, tell: bool = False) -> Iterator[Settings]:
 
 @cache
 def _containment() -> tuple[bool, list[str]]:
-    """Whether there are namespaces here, and what is not held. Raises `ConfigError`."""
+    """Tell whether there are namespaces here, and which limits do not hold. Raises
+    `ConfigError`."""
     sweep()
     reasons: list[str] = []
     for namespaces in (True, False):
@@ -142,7 +143,8 @@ def _containment() -> tuple[bool, list[str]]:
 
 
 def _check() -> list[str]:
-    """What this machine does not hold of it. Raises `ConfigError` where it cannot run."""
+    """List the limits that this machine does not hold. Raises `ConfigError` where the tool cannot
+    run."""
     return [f"the tool 'python' is not wholly contained here: {each}" for each in _containment()[1]]
 
 

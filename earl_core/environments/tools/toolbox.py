@@ -27,7 +27,8 @@ from earl_core.environments.tools.functions import Tool, tool_of
 from earl_core.system.errors import ConfigError, EarlError
 
 OUTPUT_CHARACTERS = 2**15
-"""Of a tool's output, what the model gets at most: more says which part is missing."""
+"""Most characters of a tool's output that the model gets: a longer one says which part is
+missing."""
 _ERROR_CHARACTERS = 1000
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -59,12 +60,12 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the model is told."""
+        """Schemas that the model gets."""
         return [tool.schema for tool in self._tools.values()]
 
     @property
     def notes(self) -> list[str]:
-        """What somebody who starts a run with them should know."""
+        """Notes for somebody who starts a run with these tools."""
         return [note for tool in self._tools.values() for note in tool.notes]
 
     async def use(self, calls: Sequence[ToolCall], in_thread: InThread) -> StepResult:
@@ -136,7 +137,7 @@ def check_schema(schema: Any) -> None:
 
 
 _CHECK = ArgumentCheck()
-"""Of this process: tools are made anew for every environment."""
+"""The check of this process: tools are made anew for every environment."""
 
 
 async def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:

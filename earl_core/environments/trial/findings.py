@@ -1,4 +1,4 @@
-"""What a trial says of an environment: what breaks training, what deserves a look, what is well."""
+"""Findings of a trial: faults that break training, points that deserve a look, and good results."""
 
 from __future__ import annotations
 

@@ -72,12 +72,12 @@ class Played:
 
     @property
     def results(self) -> list[StepResult]:
-        """What the steps returned."""
+        """Results that the steps returned."""
         return [reply for reply in self.replies if isinstance(reply, StepResult)]
 
     @property
     def done(self) -> bool:
-        """Whether the environment ended it."""
+        """True when the environment ended the episode."""
         return bool(self.results) and self.results[-1].done
 
     @property
@@ -91,8 +91,8 @@ class Played:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an episode that was played again went another way: its place, and the number of the
-    reply, from 0 for `reset`. before, after: both replies as text."""
+    """The point at which an episode that was played again went another way: its place, and the
+    number of the reply, from 0 for `reset`. before, after: both replies as text."""
 
     prompt: int
     seed: int

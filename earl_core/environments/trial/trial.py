@@ -19,7 +19,7 @@ _SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen of an environment.
+    """Observations of an environment.
 
     deterministic, concurrent, wants_policy, characters: what the class says of itself. played: the
     first plays, one after the other. again, beside, elsewhere: the first difference of the same

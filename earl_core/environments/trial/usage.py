@@ -1,4 +1,4 @@
-"""What a host process holds: memory, threads, open files, child processes."""
+"""Use of a host process: memory, threads, open files, child processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Usage(NamedTuple):
     processes: float
 
     def growth(self, before: Usage, episodes: int) -> Usage:
-        """What has come since, for each of so many episodes."""
+        """Return the growth since then, for each of so many episodes."""
         pairs = zip(self, before, strict=True)
         return Usage(*((now - then) / episodes for now, then in pairs))
 
 
 def usage(pid: int) -> Usage:
-    """Of the host now."""
+    """Measure the host now."""
     host = psutil.Process(pid)
     return Usage(
         host.memory_info().rss,
@@ -37,7 +37,7 @@ def usage(pid: int) -> Usage:
 
 
 async def settled_usage(pid: int) -> Usage:
-    """Of the host once the environments that were closed have let go, or after a second."""
+    """Measure the host once the environments that were closed have let go, or after a second."""
     now = usage(pid)
     for _ in range(_POLLS):
         before = now
@@ -49,7 +49,7 @@ async def settled_usage(pid: int) -> Usage:
 
 
 def processor_seconds(pid: int) -> float:
-    """What the host and its descendants have used so far."""
+    """Add up the processor seconds that the host and its descendants have used so far."""
     host = psutil.Process(pid)
     times = [host.cpu_times(), *(child.cpu_times() for child in host.children(recursive=True))]
     return sum(each.user + each.system for each in times)

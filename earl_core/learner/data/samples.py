@@ -19,8 +19,8 @@ from earl_core.algorithms.aggregation import Totals
 from earl_core.deployment.shapes import ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest
-from earl_core.dispatch.reads.batch import Sources, join
 from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
+from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.run.worker import PlanReads

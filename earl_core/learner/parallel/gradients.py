@@ -29,9 +29,10 @@ class Gradients:
         places = dict(zip(AXES, mesh.coordinates, strict=True))
         self._trained = [each for each in parameters if each.requires_grad]
         self._counted: list[nn.Parameter] = []
-        """Those whose elements this rank counts in a norm."""
+        """Parameters whose elements this rank counts in a norm."""
         self._copied: list[nn.Parameter] = []
-        """Those of which tensor ranks hold copies, with gradients of their own tokens or heads."""
+        """Parameters of which tensor ranks hold copies, with gradients of their own tokens or
+        heads."""
         for parameter in self._trained:
             cut = _cut_dimensions(parameter)
             if all(places[name] == 0 for name in AXES if name not in cut):

@@ -1,9 +1,9 @@
 """Chat over token ids: tokens in, tokens out.
 
-What the model sampled is never decoded and encoded again. The next prompt of a conversation is
-what stands there already plus the tokens that the chat template puts after an answer: its
-end-of-turn, the new messages, and the header of the next answer. They are found once per template
-by rendering a dummy conversation and cutting after the dummy answer.
+Sampled tokens are never decoded and encoded again. The next prompt of a conversation is what stands
+there already plus the tokens that the chat template puts after an answer: its end-of-turn, the new
+messages, and the header of the next answer. They are found once per template by rendering a dummy
+conversation and cutting after the dummy answer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ChatTokenizer:
         self._template = ChatTemplate(tokenizer)
         self._tool_format = tool_format
         self.vocabulary = rows or len(tokenizer)
-        """How many tokens the policy may sample."""
+        """Number of tokens that the policy may sample."""
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         texts_end = tuple(dict.fromkeys([*own, *eos_token_ids]))
         self._special = SpecialTokens(tokenizer, self._template.written, _MARK, texts_end)
@@ -87,7 +87,7 @@ class ChatTokenizer:
         self._stable = {NO_TOOLS.key: self._probe_stability(NO_TOOLS)}
 
     def prefix_stable(self, tools: Tools = NO_TOOLS) -> bool:
-        """Whether the template keeps earlier answers in place as a conversation goes on."""
+        """Tell whether the template keeps earlier answers in place as a conversation goes on."""
         if tools.key not in self._stable:
             if len(self._stable) == _MOST_TOOLS:
                 self._stable.clear()
@@ -160,7 +160,8 @@ class ChatTokenizer:
 
     @cached_property
     def parser(self) -> ToolParser:
-        """Of the calls in answers. Raises `ConfigError` where the model's form is not known."""
+        """Make the parser of the calls in answers. Raises `ConfigError` where the model's form is
+        not known."""
         template = self._template
         return parser_of(self._tokenizer, template.sources, self._tool_format, template.knows_tools)
 
@@ -219,7 +220,7 @@ class ChatTokenizer:
     def _after_answer(
         self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
     ) -> str:
-        """What the template puts after an answer that these messages follow."""
+        """Return the text that the template puts after an answer that these messages follow."""
         plain, calls = _answered(Sampled(_MARK)), called(messages)
         try:
             return self._after([*plain, *messages], tools, add_generation_prompt)
@@ -251,7 +252,8 @@ class ChatTokenizer:
         return after
 
     def _probe_stability(self, tools: Tools) -> bool:
-        """Whether prompts and answers stay in place, unchanged, when the conversation goes on."""
+        """Tell whether prompts and answers stay in place, unchanged, when the conversation goes
+        on."""
         followed = [[QUESTION], [*_answered("answer"), QUESTION]]
         if tools:
             followed += [[RESULT], [RESULT, *_answered("answer")[1:], QUESTION]]
@@ -345,7 +347,7 @@ class Conversation:
         return answer.message(first)
 
     def complaint(self, answer: Answer) -> Message:
-        """What the model is told whose calls could not be read."""
+        """Make the message to a model whose calls could not be read."""
         text = f"Error: the call could not be read: {answer.error}"
         number, self._calls = self._calls, self._calls + 1
         name = self._tools.schemas[0]["function"]["name"]

@@ -59,10 +59,10 @@ def called(results: Sequence[Message]) -> list[ToolCall]:
 
 
 class ChatTemplate:
-    """Of a tokenizer that has one template, several by name, or none.
+    """The chat template of a tokenizer that has one, several by name, or none.
 
-    Of several, `tool_use` renders conversations with tools and `default` the others, as
-    transformers chooses. Raises `ConfigError` where there is no default.
+    Where there are several, `tool_use` renders conversations with tools and `default` the others,
+    as transformers chooses. Raises `ConfigError` where there is no default.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -77,17 +77,17 @@ class ChatTemplate:
         self._default = named["default"]
         self._tool_use = named.get("tool_use", self._default)
         self.sources = "\n".join(dict.fromkeys((self._tool_use, self._default)))
-        """Of all of them, the one for tools first."""
+        """Texts of all templates, the one for tools first."""
         self.knows_tools = TOOL.schemas[0]["function"]["name"] in self._tried([QUESTION], TOOL)
-        """Whether the model is told of tools."""
+        """True when the model is told of tools."""
         self.knows_system = _SYSTEM in self._tried(
             [{"role": "system", "content": _SYSTEM}, QUESTION], NO_TOOLS
         )
-        """Whether there may be a message of the system."""
+        """True when there may be a message of the system."""
 
     @property
     def written(self) -> str:
-        """What the templates hold, and what they and our own words for tools write."""
+        """Texts that the templates hold, and texts that they and our own words for tools write."""
         answer: Message = {"role": "assistant", "content": "answer"}
         calling: Message = {"role": "assistant", "content": "", "tool_calls": called([RESULT])}
         rendered = [
@@ -132,7 +132,7 @@ def _named(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def _begins_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the model has seen a token before each text."""
+    """Tell whether the model has seen a token before each text."""
     begin = tokenizer.bos_token_id
     if begin is None:
         return False

@@ -66,14 +66,15 @@ class Sampled(str):
 
 
 class Disguise:
-    """Of the texts that must not come about. Use `fitting` for each rendering."""
+    """A disguise of texts that must not come about. Use `fitting` for each rendering."""
 
     def __init__(self, forbidden: Iterable[str]) -> None:
         forbidden = list(forbidden)
         runs = {run for text in forbidden for run in _WORD.findall(text)}
         whole = {text for text in forbidden if _WORD.fullmatch(text)}
         self._words = runs - whole
-        """Which a template may complete; those that are a token by themselves stand anywhere."""
+        """Words that a template may complete; those that are a token by themselves stand
+        anywhere."""
         self._whole = re.compile(trie_pattern(whole)) if whole else None
         marks = {
             character
@@ -129,8 +130,8 @@ class Disguise:
         return found[0][0].translate(self._all) + found[0][1:]
 
     def value(self, value: Any, structure: frozenset[str] = frozenset()) -> Any:
-        """Whatever JSON can hold, the keys too. structure: keys that stay, and texts that are just
-        one of them, since lists of what is required repeat keys."""
+        """Disguise whatever JSON can hold, the keys too. structure: keys that stay, and texts that
+        are just one of them, since lists of what is required repeat keys."""
         if isinstance(value, str):
             return value if value in structure else self.text(value)
         if isinstance(value, list | tuple):
@@ -148,7 +149,7 @@ class Disguise:
         return self.text(key) if isinstance(key, str) and key not in structure else key
 
     def schemas(self, schemas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What tools are described by."""
+        """Disguise the schemas that describe tools."""
         return [self.value(schema, _STRUCTURE) for schema in schemas]
 
     def message(self, message: Message) -> Message:

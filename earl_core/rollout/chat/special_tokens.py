@@ -7,7 +7,7 @@ writes.
 
 So that nothing depends on which fields a template prints, and how, the characters that make up
 control tokens are replaced in every outside text by others before the template renders it
-(`Disguise`). What is a control token in the rendered text was written by the template then; what
+(`Disguise`). A control token in the rendered text was then written by the template; a text that
 would be one with the replaced characters, wholly or in part, is quoted: it stands between marks and
 is encoded as plain text. Tokenizers split texts at added tokens anyway, so that nothing else
 changes its tokens by it. Last, the tokens themselves are looked at: a normalizer or the vocabulary
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Around the number of a quoted text; of Unicode's private use, and quoted themselves."""
+"""Characters around the number of a quoted text; of Unicode's private use, and quoted
+themselves."""
 
 
 class SpecialTokens:
-    """Of one tokenizer.
+    """The special tokens of one tokenizer.
 
     written: all that its templates hold or write. mark: a text that is quoted as tokens are.
     ends: ids of what ends texts; words among them (a new line) are no control tokens.
@@ -53,7 +54,7 @@ class SpecialTokens:
             if str(token).strip() and str(token) in written
         }
         self.ids = frozenset(special | used | (added.keys() & ends))
-        """Of all control tokens."""
+        """Ids of all control tokens."""
         # Whatever the vocabulary lacks becomes this one; as a text it is quoted.
         self._formed = self.ids - {tokenizer.unk_token_id}
         names = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in self.ids}
@@ -67,7 +68,8 @@ class SpecialTokens:
         self._marked = re.compile(f"{_OPEN}({numbers}){_CLOSE}")
 
     def disguise(self, outside: object) -> Disguise:
-        """That of texts which the template is about to render. outside: what they stand in."""
+        """Return the disguise of texts that the template is about to render. outside: what they
+        stand in."""
         return self._disguise.fitting(outside)
 
     def undisguised(self, text: str, disguise: Disguise) -> str:

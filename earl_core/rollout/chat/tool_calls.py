@@ -1,4 +1,4 @@
-"""How models write calls of tools: a format for each family, and its parsing.
+"""Forms in which models write calls of tools: a format for each family, and its parsing.
 
 A format is a *response template*, the declarative form in which transformers parses answers and in
 which newer tokenizers bring theirs along (`tokenizer.response_template`). Reasoning in front of
@@ -85,7 +85,7 @@ FORMATS: dict[str, dict[str, Any]] = {
         "content": "json",
     },
 }
-"""By name: the part `tool_calls` of a response template."""
+"""Formats by name: the part `tool_calls` of a response template."""
 
 _SIGNS = {
     "<function=": "qwen_xml",
@@ -99,12 +99,12 @@ _SIGNS = {
     "<|python_tag|>": "llama3",
     '"parameters": ': "llama3",
 }
-"""What a chat template holds, the more telling first, and the format it means."""
+"""Texts that a chat template holds, the more telling first, and the format each means."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What a conversation's model may call. schemas: as OpenAI's API has them."""
+    """Tools that a conversation's model may call. schemas: as OpenAI's API has them."""
 
     schemas: Sequence[dict[str, Any]] = ()
     key: str = field(init=False)
@@ -131,7 +131,7 @@ class Answer:
     error: str = ""
 
     def message(self, first: int) -> Message:
-        """As the message of a conversation that has had `first` calls."""
+        """Make the message of a conversation that has had `first` calls."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
             message["tool_calls"] = [
@@ -142,7 +142,7 @@ class Answer:
 
 
 def call_id(number: int) -> str:
-    """Of a conversation's call: nine letters and digits, as Mistral's templates want it."""
+    """Name a conversation's call: nine letters and digits, as Mistral's templates want it."""
     return f"call{number:05d}"
 
 

@@ -1,4 +1,4 @@
-"""What ends an answer, and which of the tokens that follow it the model has sampled itself.
+"""The end of an answer, and the tokens that follow it and that the model has sampled itself.
 
 A turn is ended by a token that the template writes after an answer (`<|im_end|>`), by the end of a
 text, by whatever else the model's files name as that, and with templates that write nothing after
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class TurnEnds:
-    """Of one model. control: ids of the control tokens. texts_end: those that end a text."""
+    """The turn ends of one model. control: ids of the control tokens. texts_end: those that end a
+    text."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class TurnEnds:
 
     @property
     def ids(self) -> list[int]:
-        """What ends an answer, the template's own first."""
+        """Ids of tokens that end an answer, the template's own first."""
         return list(dict.fromkeys([*self._closing, *self._texts_end]))
 
     def closes(self, closing: list[int]) -> bool:
@@ -57,9 +58,9 @@ class TurnEnds:
         return sampled[:left]
 
     def overlap(self, sampled: Sequence[int], following: list[int]) -> int:
-        """How many of the tokens that follow an answer stand at its end already.
+        """Count the tokens that follow an answer and stand at its end already.
 
-        Where the sampled end is what the template closes an answer with, all up to that: a template
+        Where the template closes an answer with the sampled end, all up to that count: a template
         that has a space in front (Llama 2) would close the answer twice otherwise.
         """
         if sampled and sampled[-1] in self.ids:

@@ -11,6 +11,8 @@ import psutil
 
 _SHARED_MEMORY = "/dev/shm/"
 
+_GRACE_SECONDS = 6.0
+
 
 class LeftoverProcesses:
     """Processes and shared memory that have to be gone after an engine stopped, however its
@@ -30,13 +32,13 @@ class LeftoverProcesses:
                 self._processes.append(psutil.Process(pid))
                 self._shared |= _open_shared_memory(pid)
 
-    def clear_away(self, grace_seconds: float = 6.0) -> None:
+    def clear_away(self) -> None:
         """End processes that are left and unlink their shared memory."""
-        _, alive = psutil.wait_procs(self._processes, timeout=grace_seconds)
+        _, alive = psutil.wait_procs(self._processes, timeout=_GRACE_SECONDS)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(alive, timeout=grace_seconds)
+        psutil.wait_procs(alive, timeout=_GRACE_SECONDS)
         for path in self._shared:
             path.unlink(missing_ok=True)
         self._processes.clear()

@@ -1,9 +1,8 @@
 """The HTTP server of a rollout worker, on loopback: agents ask it for the policy's answers.
 
-`POST /SESSION/v1/chat/completions`, `POST /SESSION/inference/v1/generate` (token ids) and
-`GET /SESSION/v1/models`. The key of a session is its episode's
-secret; a request without it is refused before its body is read. What the engine raises ends the
-rollout, not only the request that met it.
+`POST /SESSION/v1/chat/completions`, `POST /SESSION/inference/v1/generate` (token ids) and `GET
+/SESSION/v1/models`. The key of a session is its episode's secret; a request without it is refused
+before its body is read. An error of the engine ends the rollout, not only the request that met it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _ENDPOINTS = "POST .../v1/chat/completions, POST .../inference/v1/generate and G
 _STANDING_BRANCHES = 256
 _STANDING_SECONDS = 0.25
 _PIECE_SECONDS = 0.1
-"""Between two pieces of an answer that is streamed."""
+"""Seconds between two pieces of an answer that is streamed."""
 
 Asked = TypeVar("Asked")
 
@@ -148,11 +147,11 @@ class Gateway:
         self._engine.finish(session.sequence_ids)
 
     def base_url(self, session: Session) -> str:
-        """What an agent's client takes as its `base_url`."""
+        """Return the address that an agent's client takes as its `base_url`."""
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}/{session.name}/v1"
 
     def address(self, session: Session) -> dict[str, str]:
-        """What an agent, or an environment, is told."""
+        """Return the address and the key for an agent, or an environment."""
         return {"base_url": self.base_url(session), "api_key": session.key}
 
     async def _models(self, request: Request) -> Response:
@@ -205,7 +204,7 @@ class Gateway:
     async def _parsed(
         self, request: Request, session: Session, parse: Callable[[Any], Asked]
     ) -> Asked:
-        """What is asked; large bodies are parsed beside the event loop."""
+        """Parse the request; large bodies are parsed beside the event loop."""
         content = await read_body(request, session.most_bytes)
         if content is None:
             raise session.too_long(
@@ -264,7 +263,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """What is raised here and is no refusal ends the rollout."""
+        """End the rollout by an error that is raised here and is no refusal."""
         try:
             yield
         except HTTPException:

@@ -20,7 +20,7 @@ _REFUSED = ("stop", "structured_outputs", "logit_bias", "bad_words")
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What counts of a request. logprobs: whether the reply has them."""
+    """The parts of a request that count. logprobs: whether the reply has them."""
 
     model: str
     token_ids: list[int]

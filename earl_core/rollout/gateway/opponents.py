@@ -102,7 +102,7 @@ class _Table:
             return await self._pool.use_tools(episode_id, message)
 
     async def close(self, episode_id: int) -> None:
-        """Later requests of the environment are refused."""
+        """Close the episode and its session; later requests of the environment are refused."""
         await self._leave(episode_id)
         await self._pool.close(episode_id)
 

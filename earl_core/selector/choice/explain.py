@@ -137,18 +137,21 @@ def _source(measured: float) -> str:
     return "measurements" if measured >= 0.5 else "roofline (a guess)"
 
 
-def candidate_rows(choice: Considered, stage: str, limit: int = 12) -> list[Row]:
+_MOST_CANDIDATES = 12
+
+
+def candidate_rows(choice: Considered, stage: str) -> list[Row]:
     """The stage's candidates as a table: the one taken first, then the best others, then ruled-out
-    ones; at most `limit`, of which a quarter is kept for the ruled out."""
+    ones; at most `_MOST_CANDIDATES`, of which a quarter is kept for the ruled out."""
     taken = choice.taken[stage]
     others = [row for row in choice.predictions[stage] if row is not taken]
     alike = _alike([row for row in others if not row.problem])
     usable = [rows[0] for rows in alike]
     refused = _varied([row for row in others if row.problem])
-    kept = min(len(refused), max(limit // 4, limit - 1 - len(usable)))
-    shown = [taken, *usable[: limit - 1 - kept], *refused[:kept]]
+    kept = min(len(refused), max(_MOST_CANDIDATES // 4, _MOST_CANDIDATES - 1 - len(usable)))
+    shown = [taken, *usable[: _MOST_CANDIDATES - 1 - kept], *refused[:kept]]
     table = [_row(row, taken.seconds, row is taken) for row in shown]
-    for line, rows in zip(table[1:], alike[: limit - 1 - kept], strict=False):
+    for line, rows in zip(table[1:], alike[: _MOST_CANDIDATES - 1 - kept], strict=False):
         if len(rows) > 1:
             line["verdict"] = f"{len(rows) - 1} more come to much the same"
     return table

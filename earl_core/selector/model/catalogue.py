@@ -75,9 +75,9 @@ MODELS: dict[str, ModelShape] = {
         _family("mistral", 131072, 32768, head_dim=128), 5120, 40, 32, 8, 32768
     ),
 }
-"""From the models' published config.json; the position range is that of the base models, without
-scaling that has to be switched on. Mixtures of experts are left out, as are models whose layers
-attend to a window only (Gemma): no formula knows them."""
+"""Shapes from the models' published config.json; the position range is that of the base models,
+without scaling that has to be switched on. Mixtures of experts are left out, as are models whose
+layers attend to a window only (Gemma): no formula knows them."""
 
 
 def known_model(name: str) -> ModelShape | None:

@@ -1,4 +1,4 @@
-"""What holds a process without namespaces: seccomp for system calls, Landlock for files.
+"""Limits of a process without namespaces: seccomp for system calls, Landlock for files.
 
 Both need no rights. Numbers of system calls are those of x86_64 and aarch64.
 """

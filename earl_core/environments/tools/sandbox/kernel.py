@@ -78,7 +78,8 @@ def adopt_orphans() -> None:
 
 
 def show_own_files(shown: bool) -> None:
-    """Whether `/proc/self` belongs to the process's user, or to root; a new user begins so."""
+    """Have `/proc/self` belong to the process's user, or else to root, as after a change of the
+    user."""
     control(_DUMPABLE, int(shown))
 
 

@@ -57,7 +57,7 @@ class Settings:
     tell: bool = False
 
     def text(self) -> str:
-        """As the program takes them."""
+        """Write the settings as the program takes them."""
         return json.dumps(asdict(self))
 
 
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _watch(settings: Settings, worker: int, watched: set[signal.Signals]) -> NoReturn:
-    """Until the worker ends or has to."""
+    """Watch the worker until it ends or has to."""
     deadline = time.monotonic() + settings.seconds
     period, why, code = _PERIOD, "", None
     while not why and code is None:
@@ -225,7 +225,7 @@ def _become(user: int) -> None:
 
 
 def _reachable(folder: str) -> bool:
-    """Whether a user that owns nothing may go to Python's files and to the folder."""
+    """Tell whether a user that owns nothing may go to Python's files and to the folder."""
     for path in (*view.readable_paths(), folder):
         above = os.path.dirname(path)
         while True:
@@ -279,7 +279,7 @@ def _end_as(process: int) -> NoReturn:
 
 
 def _run(code: str) -> None:
-    """As a script. What stands above it in a traceback is ours."""
+    """Run the code as a script. The frames above it in a traceback are ours."""
     gc.freeze()
     module = types.ModuleType("__main__")
     space: dict[str, Any] = module.__dict__

@@ -11,7 +11,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def descendants() -> list[int]:
-    """Of this process; those that ended and were not waited for too."""
+    """List the descendants of this process; those that ended and were not waited for too."""
     children: dict[int, list[int]] = defaultdict(list)
     for entry in os.listdir("/proc"):
         if entry.isdecimal():

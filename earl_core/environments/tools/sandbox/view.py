@@ -15,12 +15,12 @@ _SETTINGS = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 _IN_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
 _FOLDER_BYTES, _SHARED_BYTES, _FILES = 64 << 20, 16 << 20, 8192
 _KEPT_FLAGS = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
-"""Of a mount, as statvfs and as mount(2) have them: a namespace may not take them off."""
+"""Flags of a mount, as statvfs and as mount(2) have them: a namespace may not take them off."""
 
 
 def readable_paths() -> list[str]:
-    """What Python needs here, none inside of another. Of an interpreter's prefix not all: it may be
-    somebody's home."""
+    """List the paths that Python needs here, none inside of another. Not all of an interpreter's
+    prefix is among them: it may be somebody's home."""
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
     wanted = {os.path.join(prefix, part) for prefix in prefixes for part in _IN_PREFIX}
     wanted |= {*_SYSTEM, *_SETTINGS}

@@ -1,0 +1,122 @@
+"""The policy versions of a run, by its sealed manifests.
+
+The update of an iteration trains one version and makes another; its manifest names both. `assigned`
+is the one place that gives a new version its number. Everything else reads: from the manifests of
+updates (which iteration made a version) and of published weights (which files carry it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from earl_core.deployment.stages import STAGES
+from earl_core.dispatch.shards.manifest import (
+    Manifest,
+    ManifestError,
+    read_manifest,
+    sealed_path,
+)
+
+INITIAL_VERSION = 0
+"""The initial model's."""
+
+MADE = "made"
+"""Among the outputs of an update's manifest: the policy version that it made."""
+
+
+class UpdateVersions(NamedTuple):
+    """The policy version that an update trains, and the one that it makes."""
+
+    trained: int
+    made: int
+
+
+def assigned(iteration: int) -> UpdateVersions:
+    """The versions of an iteration's update when it is started."""
+    return UpdateVersions(trained=iteration, made=iteration + 1)
+
+
+class PolicyVersions:
+    """The versions of one run. run: its directory, which is only read.
+
+    An iteration whose update is not sealed has the versions that are assigned to it. Manifests that
+    are damaged count as if they were not there.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    def update(self, iteration: int) -> UpdateVersions:
+        """The versions of an iteration's update."""
+        given = assigned(iteration)
+        sealed = self._sealed(iteration, "update")
+        if sealed is None:
+            return given
+        # Updates of older releases name what they trained only.
+        return UpdateVersions(sealed.policy_version, int(sealed.outputs.get(MADE, given.made)))
+
+    def before(self, iteration: int) -> int:
+        """The version that the iteration's update goes on from: the previous update's result."""
+        return self.update(iteration - 1).made if iteration > 0 else INITIAL_VERSION
+
+    def played(self, iteration: int) -> int:
+        """The version that the iteration's rollout is played with: the newest one."""
+        return self.before(iteration)
+
+    def of_stage(self, iteration: int, stage: str) -> int:
+        """The version that the stage's manifest names: what it plays, trains or publishes, or what
+        played its data."""
+        makes = STAGES[stage].makes if stage in STAGES else "columns"
+        if makes == "state":
+            return self.before(iteration)
+        return self.update(iteration).made if makes == "weights" else self.played(iteration)
+
+    def maker(self, version: int) -> int | None:
+        """The iteration whose update made this version, or is to make it; None: no iteration of the
+        run does."""
+        for iteration in self._iterations():
+            made = self.update(iteration).made
+            if made <= version:
+                return iteration if made == version else None
+        return None
+
+    def publication(self, version: int) -> tuple[int, str]:
+        """Iteration and stage of the manifest by which this version's weights are published.
+
+        Raises `ManifestError` for a version that no iteration of the run makes.
+        """
+        if version == INITIAL_VERSION:
+            return 0, "initial"
+        maker = self.maker(version)
+        if maker is None:
+            raise ManifestError(f"no iteration of {self._run} makes policy version {version}")
+        return maker, "publish"
+
+    def publications(self) -> Iterator[Manifest]:
+        """The sealed manifests of published weights, the newest version first."""
+        places = [(iteration, "publish") for iteration in self._iterations()]
+        for iteration, stage in (*places, (0, "initial")):
+            sealed = self._sealed(iteration, stage)
+            if sealed is not None and "weights" in sealed.outputs:
+                yield sealed
+
+    def _sealed(self, iteration: int, stage: str) -> Manifest | None:
+        with suppress(ManifestError):
+            manifest = read_manifest(sealed_path(self._run, iteration, stage))
+            if (manifest.iteration, manifest.stage) == (iteration, stage):
+                return manifest
+        return None
+
+    def _iterations(self) -> list[int]:
+        """Iterations that left anything, the newest first."""
+        folders = ("iterations", "checkpoints")
+        found = {path.name for folder in folders for path in (self._run / folder).glob("[0-9]*")}
+        return sorted((int(name) for name in found if name.isdigit()), reverse=True)
+
+
+def carried(published: Manifest) -> int:
+    """The policy version of published weights."""
+    return int(published.outputs["weights"]["policy_version"])

@@ -1,0 +1,33 @@
+"""What all workers of one test session share: made by whoever needs it first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from earl_core.system.files import FileLock
+
+_SECONDS = 600.0
+"""Another worker may be making it."""
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """An empty directory that `make` has filled, for this session and any worker."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    place = root / "shared" / name
+    done = place.with_name(f"{name}.done")
+    place.parent.mkdir(exist_ok=True)
+    with FileLock(place.with_name(f"{name}.lock"), _SECONDS):
+        if not done.exists():
+            # Of an attempt that failed.
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            make(place)
+            done.touch()
+    return place

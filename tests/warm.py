@@ -1,0 +1,293 @@
+"""Programs of tests in processes forked from one that has imported what they import.
+
+Importing Prefect, torch and transformers takes a controller and the process that its ranks are
+forked from eight seconds of a core; training the tests' model takes them less than four. They start
+here as they start alone (own session, environment, directory, standard streams; killed and awaited
+as `subprocess.Popen`'s), but with these imports done. A program whose start is what a test looks at
+is started by `subprocess`.
+
+`python -m tests.warm FD MODULE...`: imports the modules; then each request on
+the socket FD forks a process. `python tests/warm.py -m ADDRESS MODULE ARGUMENTS`: see `command`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import itertools
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from earl_core.cluster import fork_server
+
+ROOT = Path(__file__).resolve().parents[1]
+_MESSAGE = 1 << 20
+_RANKS = "earl_core.cluster.fork_server"
+_RANK_MODULES = (
+    "earl_core.rollout.rollout_worker",
+    "earl_core.experience.experience_worker",
+    "earl_core.learner.update_worker",
+)
+CONTROLLER = ("flows.train",)
+"""What a controller imports."""
+
+LEARNER = _RANK_MODULES[-1:]
+"""What trains."""
+
+ALL = (*CONTROLLER, *_RANK_MODULES)
+"""What a controller imports whose ranks are in its own process."""
+
+_OWN = ("EARL_", "XDG_STATE_HOME", "PYTEST_")
+"""Variables that imports do not read: they may differ from those of the process forked from."""
+
+
+class Started:
+    """A forked process, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.returncode: int | None = None
+        self.pid = int(connection.recv(_MESSAGE))
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+            self._read()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+            self._read()
+        assert self.returncode is not None
+        return self.returncode
+
+    def _read(self) -> None:
+        self.returncode = int(self._connection.recv(_MESSAGE) or -signal.SIGKILL)
+        self._connection.close()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _ask(address: str, request: dict[str, Any], descriptors: Sequence[int]) -> Started:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect("\0" + address)
+    socket.send_fds(connection, [json.dumps(request).encode()], list(descriptors))
+    return Started(connection)
+
+
+@cache
+def _importing(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> str:
+    """The address of a process that imports these, then forks; it ends with this one."""
+    address = f"earl-tests-{os.getpid()}-{next(_numbers)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0" + address)
+        listener.listen(64)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tests.warm", str(listener.fileno()), *modules],
+            cwd=ROOT,
+            env={**dict(environment), "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(),),
+            start_new_session=True,
+        )
+    atexit.register(process.kill)
+    return address
+
+
+_numbers = itertools.count()
+
+
+def _read_by_imports(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(pair for pair in environment.items() if not pair[0].startswith(_OWN)))
+
+
+def _ranks() -> str:
+    # As the process that it stands for is started.
+    return _importing(_RANK_MODULES, _read_by_imports(fork_server._environment()))
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """`python -m MODULE ARGUMENTS` that imports its own, for whom only ranks are forked here."""
+    return [sys.executable, "-P", str(Path(__file__)), "-m", _ranks(), module, *arguments]
+
+
+def start(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path,
+    output: int,
+    imports: Sequence[str] = CONTROLLER,
+) -> Started:
+    """`python -m MODULE ARGUMENTS`, in a session of its own.
+
+    output: where its standard output and error go. imports: modules that it needs.
+    """
+    request: dict[str, Any] = {
+        "module": module,
+        "arguments": list(arguments),
+        "environment": dict(environment),
+        "directory": str(directory),
+    }
+    if CONTROLLER[0] in imports:
+        request["ranks"] = _ranks()
+    address = _importing(tuple(imports), _read_by_imports(environment))
+    return _ask(address, request, [output])
+
+
+# In the process forked from
+
+
+def _serve(listener: socket.socket) -> None:
+    """Until the tests' process has ended."""
+    tests = os.getppid()
+    running: dict[int, tuple[int, socket.socket]] = {}
+    while os.getppid() == tests:
+        ready, _, _ = select.select([listener, *running], [], [], 1.0)
+        for descriptor in ready:
+            if descriptor is listener:
+                _fork(listener, running)
+                continue
+            pid, connection = running.pop(descriptor)
+            os.close(descriptor)
+            _, status = os.waitpid(pid, 0)
+            with connection, suppress(OSError):
+                connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _fork(listener: socket.socket, running: dict[int, tuple[int, socket.socket]]) -> None:
+    connection, _ = listener.accept()
+    data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 8)
+    pid = os.fork()
+    if pid == 0:
+        listener.close()
+        connection.close()
+        for descriptor, (_, other) in running.items():
+            os.close(descriptor)
+            other.close()
+        _become(json.loads(data), descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    running[os.pidfd_open(pid)] = pid, connection
+    connection.send(str(pid).encode())
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """In the forked process: what `exec` would have done, then the program to its end."""
+    os.setsid()
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    output, *others = descriptors
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    for descriptor in others:
+        os.set_inheritable(descriptor, True)
+    sys.argv = [request["module"], *request["arguments"], *map(str, others)]
+    found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*found, *(path for path in sys.path if path not in found)]
+    if request["module"] == _RANKS:
+        _answer_for(request["parent"])
+    else:
+        sys.path.insert(0, request["directory"])
+        if "ranks" in request:
+            ranks_from(request["ranks"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code: Any = 0
+    try:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    _leave(int(code or 0))
+
+
+def _leave(code: int) -> None:
+    """As an interpreter ends: other threads are awaited, exit functions run."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _answer_for(controller: int) -> None:
+    """This process ends with its controller, whose child it would be."""
+    own = os.getppid
+    os.getppid = lambda: controller if psutil.pid_exists(controller) else 1
+    os.register_at_fork(after_in_child=lambda: setattr(os, "getppid", own))
+
+
+def ranks_from(address: str) -> None:
+    """Have this process's ranks forked from a process that has imported already."""
+
+    def popen(command: list[str], **options: Any) -> Started:
+        assert _RANKS in command
+        request = {
+            "module": _RANKS,
+            "arguments": [],
+            "environment": options["env"],
+            "directory": os.getcwd(),
+            "parent": os.getpid(),
+        }
+        return _ask(address, request, [options["stdout"].fileno(), *options["pass_fds"]])
+
+    names = ("DEVNULL", "STDOUT", "TimeoutExpired")
+    kept = {name: getattr(subprocess, name) for name in names}
+    fork_server.subprocess = SimpleNamespace(Popen=popen, **kept)  # type: ignore[assignment]
+
+
+def main(descriptor: int, modules: Sequence[str]) -> None:
+    """Import, then fork for whoever asks."""
+    from setproctitle import getproctitle
+
+    # Finds the place of the title, while the environment is still that of the start.
+    getproctitle()
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=descriptor) as listener:
+        _serve(listener)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "-m":
+        place, own, *sys.argv[1:] = sys.argv[2:]
+        # As with `python -m`: a project may have a folder `tests`, too.
+        sys.path.insert(0, os.getcwd())
+        ranks_from(place)
+        runpy.run_module(own, run_name="__main__", alter_sys=True)
+    else:
+        main(int(sys.argv[1]), sys.argv[2:])
