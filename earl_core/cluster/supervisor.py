@@ -45,7 +45,7 @@ _HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Supervisor:
-    """One rank's keeper."""
+    """Supervises one rank."""
 
     def __init__(
         self, descriptors: Sequence[int], controller: Process | None, mark: str, name: str

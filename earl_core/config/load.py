@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from earl_core.config.refusal import references, refuse_override
 from earl_core.config.run import RunConfig
-from earl_core.config.sections import advice
 from earl_core.config.yaml_text import MOST_BYTES, read_yaml, write_yaml
 from earl_core.secrets import redact, resolve
 from earl_core.system.errors import ConfigError
@@ -120,7 +121,7 @@ def explain(error: ValidationError, source: str) -> str:
         key = ".".join(str(part) for part in problem["loc"]) or "configuration"
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            message = f"unknown key: {advice(problem['loc'])}"
+            message = f"unknown key: {_advice(problem['loc'])}"
         elif problem["type"] == "missing":
             message = "missing: give it a value"
         elif problem["type"] == "literal_error" and isinstance(problem["input"], str):
@@ -131,3 +132,41 @@ def explain(error: ValidationError, source: str) -> str:
             message = f"{problem['input']} is not a finite number: give it one"
         lines.append(redact(f"  {key}: {message}"))
     return "\n".join(lines)
+
+
+_NAMED = 3
+"""So many sections are named at most."""
+
+
+@cache
+def _sections() -> dict[str, frozenset[str]]:
+    """The keys of each section by its dotted name, "" for the whole file. A list of sections has
+    the name of the list, such as `evaluation.suites`."""
+    return {name: frozenset(model.model_fields) for name, model in _walk("", RunConfig)}
+
+
+def _advice(path: tuple[int | str, ...]) -> str:
+    """Advise on an unknown key, named with the keys and list positions that lead to it."""
+    *around, key = [str(part) for part in path if not isinstance(part, int)]
+    here = _sections().get(".".join(around), frozenset())
+    places = [name for name, keys in _sections().items() if key in keys]
+    if similar := difflib.get_close_matches(key, here, n=1, cutoff=0.75):
+        return f"did you mean `{similar[0]}`?"
+    if places:
+        named = " and of ".join(f"`{name}`" if name else "the file" for name in places[:_NAMED])
+        return f"`{key}` is a key of {named}: move it there"
+    return "remove it or correct its spelling"
+
+
+def _walk(name: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    yield name, model
+    for key, field in model.model_fields.items():
+        for inner in _models(field.annotation):
+            yield from _walk(f"{name}.{key}".lstrip("."), inner)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)

@@ -14,7 +14,7 @@ _LEAST = 2
 _ROWS = 64
 
 
-def few_layers(model: PreTrainedModel) -> PreTrainedModel:
+def layer_probe(model: PreTrainedModel) -> PreTrainedModel:
     """A float32 copy with the first two layers and the first of every other kind, and with the
     first rows of the embedding and of the head. A model whose layers are unknown is copied whole.
     """

@@ -15,7 +15,7 @@ from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.compiled_layers import layers_compiled
 from earl_core.learner.data.packing import PackedMicrobatch
-from earl_core.learner.layer_probe import few_layers
+from earl_core.learner.layer_probe import layer_probe
 from earl_core.learner.lm_head import EntropyMode, decoder_of, head_of
 from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
@@ -78,7 +78,7 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
     head.
     """
     settle(model)
-    small = few_layers(model)
+    small = layer_probe(model)
     check_packing(small, decoder_of(small), head_of(small))
 
 

@@ -7,11 +7,14 @@ characters; a conversation of tic-tac-toe reads `<bos>>123|456|789=5<end>>1X3|..
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +22,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from earl_core.config.environment import EnvironmentConfig
+from earl_core.environments.base import EnvironmentFailed, Message
+from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
-from earl_core.models.legal_play import Game, legal_play
 from earl_core.models.progress import Progress, quiet
 from earl_core.pretrained.huggingface import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from earl_core.rollout.chat.chat import ChatTokenizer
@@ -87,6 +91,80 @@ def build(
     write_model(target, model, tokenizer)
 
 
+_Game = list[tuple[list[Message], str]]
+"""For each turn the messages that are new, and a legal answer to them."""
+
+_MOST_TURNS = 100
+_SIDE_BY_SIDE = 32
+
+
+class LegalPlay(NamedTuple):
+    """characters: of all environments, each once. games: in their order, those of environments that
+    know their legal answers; none where no environment does."""
+
+    characters: str
+    games: list[_Game]
+
+
+def legal_play(environments: Sequence[EnvironmentConfig], games: int, seed: int) -> LegalPlay:
+    """Play in host processes; equal arguments give equal games.
+
+    games: how many in all, which the environments share evenly. Raises ConfigError.
+    """
+    try:
+        return asyncio.run(_play(environments, games, seed))
+    except EnvironmentFailed as error:
+        raise ConfigError(
+            f"the new model cannot watch a game of legal answers: {error}",
+            remedy="correct the environment, or set model.builder_options.warm_start_steps to 0",
+        ) from error
+
+
+async def _play(environments: Sequence[EnvironmentConfig], games: int, seed: int) -> LegalPlay:
+    async with AsyncExitStack() as stack:
+        characters: set[str] = set()
+        knowing: list[tuple[str, EnvironmentPool]] = []
+        for environment in environments:
+            pool = EnvironmentPool.of(
+                environment, hosts=1, concurrency=_SIDE_BY_SIDE, log_path=None
+            )
+            await pool.start()
+            stack.push_async_callback(pool.stop)
+            characters |= set(pool.characters)
+            # An agent plays as it is begun, and has no policy to ask here.
+            if environment.agent is None and games and await _knows(pool):
+                knowing.append((environment.played, pool))
+        played: list[_Game] = []
+        for first in range(0, games if knowing else 0, _SIDE_BY_SIDE):
+            numbers = range(first, min(games, first + _SIDE_BY_SIDE))
+            jobs = (_game(*knowing[number % len(knowing)], number, seed) for number in numbers)
+            played += filter(None, await asyncio.gather(*jobs))
+    return LegalPlay("".join(sorted(characters)), played)
+
+
+async def _knows(pool: EnvironmentPool) -> bool:
+    await pool.reset(0, 0, 0)
+    answers = await pool.legal_answers(0)
+    await pool.close(0)
+    return bool(answers)
+
+
+async def _game(name: str, pool: EnvironmentPool, number: int, seed: int) -> _Game:
+    chooser = random.Random(f"{name}/legal/{number}/{seed}")
+    messages, game = await pool.reset(number, number, seed), _Game()
+    for _ in range(_MOST_TURNS):
+        answers = await pool.legal_answers(number)
+        if not answers:
+            break
+        game.append((messages, chooser.choice(answers)))
+        result = await pool.step(number, game[-1][1])
+        if result.done:
+            break
+        messages = result.messages
+    await pool.close(number)
+    return game
+
+
 def narrow_llama(
     tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, positions: int
 ) -> LlamaForCausalLM:
@@ -140,7 +218,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _sample(chat: ChatTokenizer, game: Game, number: int) -> TrainingSample:
+def _sample(chat: ChatTokenizer, game: _Game, number: int) -> TrainingSample:
     """A game as a sample, tokens exactly as the agent loop would lay them out."""
     tokens: list[int] = []
     mask: list[int] = []
@@ -161,7 +239,7 @@ def _sample(chat: ChatTokenizer, game: Game, number: int) -> TrainingSample:
 def _warm_start(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    games: list[Game],
+    games: list[_Game],
     games_per_step: int,
     learning_rate: float,
     progress: Progress,

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from earl_core.config import RunConfig
@@ -22,11 +24,47 @@ from earl_core.environments.registry import create
 from earl_core.system.errors import ConfigError
 from earl_core.system.plural import plural
 from earl_core.trajectory.samples import derive_seed
-from flows.cli.board import show
 from flows.cli.interrupt import exit_on_sigterm
 from flows.cli.tables import make_console
 
 _GAMES = ("tic_tac_toe", "connect_four")
+
+_MARK_STYLES = {"X": "bold green", "O": "bold red"}
+_LEAST_ROWS, _LEAST_CELLS = 2, 3
+
+
+def find_board(text: str) -> list[list[str]] | None:
+    """The cells of the board in an observation, row by row; None when it shows none.
+
+    Knows both styles of the games: lines of single characters with blanks between them, and rows
+    joined by `|`.
+    """
+    if "\n" in text.strip():
+        rows = [line.split() for line in text.splitlines()]
+    else:
+        rows = [list(row.strip("! ")) for row in text.split("|")]
+    together = [list(group) for fits, group in itertools.groupby(rows, _is_row) if fits]
+    board = max(together, key=len, default=[])
+    even = len({len(row) for row in board}) == 1
+    return board if even and len(board) >= _LEAST_ROWS else None
+
+
+def _is_row(cells: list[str]) -> bool:
+    return len(cells) >= _LEAST_CELLS and all(len(cell) == 1 for cell in cells)
+
+
+def _panel(rows: list[list[str]]) -> Panel:
+    """The board with colored stones; free squares and column numbers are dim."""
+    grid = Table.grid(padding=(0, 1))
+    for row in rows:
+        grid.add_row(*[Text(cell, style=_MARK_STYLES.get(cell, "dim")) for cell in row])
+    return Panel(grid, expand=False, padding=(0, 1))
+
+
+def _show(console: Console, text: str) -> None:
+    """Print an observation: its board if it has one, else its text."""
+    rows = find_board(text)
+    console.print(_panel(rows) if rows else Text(text.strip(), style="dim"))
 
 
 class Person:
@@ -58,7 +96,7 @@ class Person:
 
     def _choose(self, state: Any, source: random.Random) -> int:
         """The person's move, counted from 0. Raises `EOFError` at the end of the input."""
-        show(self.console, self.game.board_text(state))
+        _show(self.console, self.game.board_text(state))
         legal = sorted(move + 1 for move in self.game._rules.moves(state))
         shown = ", ".join(map(str, legal))
         while True:
@@ -142,7 +180,7 @@ def _watch(
     game = player.play_one(*place, temperature, label)
     pause = _MOVE_SECONDS if console.is_terminal else 0.0
     for turn in game["turns"]:
-        show(console, str(turn.get("observation", "")))
+        _show(console, str(turn.get("observation", "")))
         time.sleep(pause)
         reward = turn.get("reward")
         text = Text("agent: ", style="bold cyan").append(str(turn.get("answer", "")), style="")
@@ -151,7 +189,7 @@ def _watch(
         console.print(text)
         time.sleep(pause)
     if game.get("closing"):
-        show(console, str(game["closing"]))
+        _show(console, str(game["closing"]))
     return _result(console, str(game.get("outcome") or game["finish_reason"]), game["return"])
 
 
@@ -173,7 +211,7 @@ def _against_person(
         result = environment.step(answer)
         total += result.reward
         if result.done:
-            show(console, result.messages[-1]["content"] if result.messages else "")
+            _show(console, result.messages[-1]["content"] if result.messages else "")
             outcome = str(result.info.get("outcome", "done"))
             _result(console, outcome, total, _FOR_PERSON.get(outcome, outcome))
             return f"agent {outcome}"

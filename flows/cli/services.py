@@ -6,17 +6,17 @@ import shlex
 
 from earl_core.system.service import directories_with_services
 from flows.services.process import TITLES
-from flows.services.service_manager import Standing
+from flows.services.service_manager import ServiceManager
 from tasks.tracking.mlflow_client import without_login
 
 
 def up(runs_directory: str, port: int | None, mlflow_port: int | None) -> None:
     """Start what is missing, wait until it answers, say where it is."""
-    standing = Standing(runs_directory)
-    outside = standing.up({"prefect": port, "mlflow": mlflow_port}, _say)
-    services = standing.services
+    manager = ServiceManager(runs_directory)
+    outside = manager.up({"prefect": port, "mlflow": mlflow_port}, _say)
+    services = manager.services
     for name, title in TITLES.items():
-        if name in standing.started:
+        if name in manager.started:
             continue
         if name in services and services[name].alive:
             print(f"{title} runs already.")
@@ -30,9 +30,9 @@ def up(runs_directory: str, port: int | None, mlflow_port: int | None) -> None:
     else:
         print(f"MLflow   {without_login(outside.mlflow)}  ({elsewhere})")
     if None in outside:
-        print(f"\nTo log in, take the passwords from {standing.login}: Prefect asks for the whole")
+        print(f"\nTo log in, take the passwords from {manager.login}: Prefect asks for the whole")
         print("PREFECT_API_AUTH_STRING, MLflow for the user earl and MLFLOW_TRACKING_PASSWORD.")
-        login = shlex.quote(str(standing.login))
+        login = shlex.quote(str(manager.login))
         print(f"`earl` finds them itself; for other programs: source {login}")
     option = "" if runs_directory == "runs" else f" --runs-directory {shlex.quote(runs_directory)}"
     print(f"\nearl status{option}  shows what runs; earl down{option}  ends it.", flush=True)
@@ -40,7 +40,7 @@ def up(runs_directory: str, port: int | None, mlflow_port: int | None) -> None:
 
 def down(runs_directory: str) -> None:
     """End what `up` started, and say what that was."""
-    ended = Standing(runs_directory).down(_say)
+    ended = ServiceManager(runs_directory).down(_say)
     for name in ended:
         print(f"{TITLES[name]} has ended.")
     if not ended:

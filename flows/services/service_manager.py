@@ -70,7 +70,7 @@ class Outside(NamedTuple):
     mlflow: str | None
 
 
-class Standing:
+class ServiceManager:
     """The services of a runs directory. Made for one command; `up` or `down` do it all."""
 
     def __init__(self, runs_directory: str) -> None:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from earl_core.config import RunConfig, dump_config
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.dispatch import Manifest, ManifestError
+from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from tasks.reports.selector_chart import selector_chart
-from tasks.tracking.evaluations import TABLE, child_runs, evaluation_numbers, evaluation_rows
 from tasks.tracking.inputs import played_inputs
 from tasks.tracking.metric_catalogue import described, for_mlflow
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers
@@ -33,6 +34,7 @@ logger = logging.getLogger("earl.tracking")
 SENT = "earl.sent"
 
 _CHART_EVERY = 5
+_EVALUATION_TABLE = "evaluation/results.json"
 _NOT_METRICS = ("iteration", "time")
 
 Send = Callable[[MlflowRun], None]
@@ -67,7 +69,7 @@ def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
     return tags
 
 
-def lacking(run: RunDirectory, sent: Mapping[str, int]) -> Iterator[Thing]:
+def unsent(run: RunDirectory, sent: Mapping[str, int]) -> Iterator[Thing]:
     """Yield the things to send, in order. sent: as of `sent_before`."""
     if sent.get("config.yaml", -1) < run.attempt:
         text = dump_config(run.config)
@@ -77,7 +79,7 @@ def lacking(run: RunDirectory, sent: Mapping[str, int]) -> Iterator[Thing]:
     rows, evaluations = run.metrics(), run.evaluations()
     numbers = {
         "metrics": _iterations(run.config, rows),
-        "evaluation": (evaluation_numbers(run, found) for found in evaluations),
+        "evaluation": (_evaluation_numbers(run, found) for found in evaluations),
         "system": _system(run),
     }
     for kind, steps in numbers.items():
@@ -92,10 +94,11 @@ def lacking(run: RunDirectory, sent: Mapping[str, int]) -> Iterator[Thing]:
     if (last := max((each.iteration for each in evaluations), default=-1)) > sent.get(
         "results", -1
     ):
-        table = evaluation_rows(evaluations)
-        yield Thing("results", last, lambda mlflow: mlflow.log_table(table, TABLE))
-    for iteration, send in child_runs(run, sent.get("child run", -1)):
-        yield Thing("child run", iteration, send)
+        table = _evaluation_rows(evaluations)
+        yield Thing("results", last, lambda mlflow: mlflow.log_table(table, _EVALUATION_TABLE))
+    for found in evaluations:
+        if found.iteration > sent.get("child run", -1):
+            yield Thing("child run", found.iteration, partial(_send_child_run, run, found))
     yield from _pages(run, rows, evaluations, sent)
 
 
@@ -122,6 +125,47 @@ def _pages(
         wanted = checkpoints_to_register(run)
         send = (lambda mlflow: register(mlflow, run, wanted)) if wanted else None
         yield Thing("checkpoints", news, send)
+
+
+def _evaluation_numbers(run: RunDirectory, found: Manifest) -> Numbers:
+    """Return the numbers of an evaluation for MLflow; its step is the number of finished
+    iterations."""
+    metrics = {f"evaluation/{name}": value for name, value in found.metrics.items()}
+    seconds = run.stage_path(found.iteration, "evaluation").stat().st_mtime
+    return Numbers(found.iteration, for_mlflow(metrics, scored=False), seconds)
+
+
+def _evaluation_rows(evaluations: Sequence[Manifest]) -> list[dict[str, Any]]:
+    """A line for the held-out episodes of each evaluation, and one for each suite in it."""
+    rows = []
+    for found in evaluations:
+        metrics = found.metrics
+        held_out: dict[str, Any] = {"iterations": found.iteration, "suite": "held-out"}
+        for column, name in (("episodes", "episodes"), ("failed", "episodes_failed")):
+            if name in metrics:
+                held_out[column] = f"{metrics[name]:.0f}"
+        if "return/mean" in metrics:
+            held_out["return"] = f"{metrics['return/mean']:.3f}"
+        for name, part in found.outputs.get("outcomes", {}).items():
+            held_out[f"{name} (95 %)"] = "{share:.0%} ({low:.0%}-{high:.0%})".format(**part)
+        if len(held_out) > len(("iterations", "suite")):
+            rows.append(held_out)
+        for row in suite_rows(found.outputs.get("suites", {})):
+            rows.append({"iterations": found.iteration, **row})
+    return rows
+
+
+def _send_child_run(run: RunDirectory, found: Manifest, mlflow: MlflowRun) -> None:
+    """Make the child run of an evaluation."""
+    count = found.iteration
+    iterations = f"{count} iteration{'' if count == 1 else 's'}"
+    child = mlflow.nested(f"{run.uid}/{count}", f"evaluation after {iterations}")
+    parameters = {"evaluation.iterations": str(count), "run": run.config.name}
+    child.describe(parameters, {"mlflow.source.name": "earl"})
+    child.log_numbers([_evaluation_numbers(run, found)])
+    if rows := _evaluation_rows([found]):
+        child.log_table(rows, _EVALUATION_TABLE)
+    child.end("FINISHED")
 
 
 def _past(run: RunDirectory) -> int:

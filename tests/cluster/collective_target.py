@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from earl_core.cluster.rank_process import WorkerContext
-from earl_core.learner.parallel.world import join_world
+from earl_core.learner.parallel.mesh import join_world
 
 
 class Collective:

@@ -13,7 +13,7 @@ import pytest
 
 from earl_core.dispatch import Batch, Manifest, ManifestError, ShardEntry, ShardStore
 from earl_core.dispatch.remote import Proof, TransportError
-from earl_core.dispatch.remote.leased_ranges import leased_views
+from earl_core.dispatch.remote.range_server import leased_views
 from earl_core.dispatch.remote.transport import Range
 from earl_core.dispatch.shards.manifest import await_manifest, parse_manifest, write_manifest
 from earl_core.dispatch.spill.storage import Spill

@@ -25,9 +25,8 @@ from earl_core.dispatch.remote import (
     RemoteRead,
     TransportError,
 )
-from earl_core.dispatch.remote.fetch import fetch
+from earl_core.dispatch.remote.fetch import cut_parts, fetch
 from earl_core.dispatch.remote.incoming import Incoming
-from earl_core.dispatch.remote.parts import cut_parts
 from tests.dispatch.hosts import (
     SCHEMA,
     Counting,

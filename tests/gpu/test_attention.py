@@ -12,8 +12,8 @@ import torch
 from earl_core.config.model import ModelConfig
 from earl_core.learner.attention import varlen_cuda
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.kernels import kernels_of
 from earl_core.learner.attention.varlen import varlen_attention
+from earl_core.learner.attention.varlen_cuda import kernels_of
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.loading import load_policy
 from earl_core.learner.model import PackedTensors, logprobs_of_trained

@@ -7,8 +7,8 @@ import torch
 
 from earl_core.learner.attention import attention_plan, varlen_cuda, varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.kernels import Found, Kernels, choose
 from earl_core.learner.attention.varlen import varlen_attention
+from earl_core.learner.attention.varlen_cuda import Found, Kernels, choose
 from tests.learner.test_context_parallel import reference_varlen
 
 NEW, OLD = 91501, 91002

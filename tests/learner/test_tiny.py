@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.games.tic_tac_toe import TicTacToe
 from earl_core.environments.registry import create
-from earl_core.models.legal_play import legal_play
-from earl_core.models.tiny import build, character_tokenizer
+from earl_core.models.tiny import build, character_tokenizer, legal_play
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.system.errors import ConfigError
 

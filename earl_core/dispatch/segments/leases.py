@@ -31,6 +31,7 @@ import psutil
 from earl_core.dispatch.segments.page_lock import PageLock
 from earl_core.system.errors import EarlError
 
+_MOST_NAMED = 5  # files and leases that a message names
 _MAX_IDLE = 128  # mappings without a lease that stay cached; each costs two descriptors
 _BUSY_SECONDS = 5.0  # a releaser holds its lock for microseconds; one that was stopped, for ever
 _MOST_NAMED = 5  # files, or processes, of a full pool that its error names

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
-from earl_core.environments.adapters.gymnasium_spaces import (
-    as_text,
-    check_space,
-    described,
-    parse_action,
-    uncoloured,
-)
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, at_least, check_pattern
 from earl_core.system.errors import ConfigError
@@ -64,9 +59,9 @@ class GymnasiumEnvironment:
         self._rendered = self._environment.render_mode == "ansi"
         title = f"of the environment {options.id!r} of gymnasium"
         self._space = self._environment.action_space
-        check_space(self._space, f"the action space {title}")
+        _check_space(self._space, f"the action space {title}")
         if not self._rendered:
-            check_space(self._environment.observation_space, f"the observation space {title}")
+            _check_space(self._environment.observation_space, f"the observation space {title}")
         self._expected = _expected(self._space, options)
         self._steps = self._illegal = self._errors = 0
         self._done = True
@@ -105,7 +100,7 @@ class GymnasiumEnvironment:
             if not found:
                 raise ValueError(f"it does not match {self.options.answer_pattern}")
             text = found[-1]
-        return parse_action(self._space, text, self.options.actions)
+        return _parse_action(self._space, text, self.options.actions)
 
     def _refused(self, why: str) -> StepResult:
         self._illegal += 1
@@ -128,8 +123,8 @@ class GymnasiumEnvironment:
 
     def _shown(self, observation: Any) -> str:
         if self._rendered:
-            return uncoloured(str(self._environment.render()))
-        return as_text(observation)
+            return _uncoloured(str(self._environment.render()))
+        return _as_text(observation)
 
 
 def _make(options: GymnasiumOptions) -> Any:
@@ -153,7 +148,7 @@ def _expected(space: Any, options: GymnasiumOptions) -> str:
     kind, names = type(space).__name__, options.actions
     if not names:
         form = "" if kind in ("Discrete", "Text") else "JSON: "
-        return f"Answer with {form}{described(space)}."
+        return f"Answer with {form}{_described(space)}."
     if kind != "Discrete" or len(names) != space.n or len(set(map(str.casefold, names))) != space.n:
         actions = f"{space.n} actions" if kind == "Discrete" else f"a space of kind {kind}"
         raise ConfigError(
@@ -169,3 +164,158 @@ def _user(text: str) -> list[Message]:
 
 def _seed(text: str) -> int:
     return random.Random(f"gymnasium/{text}").getrandbits(32)
+
+
+_MOST_NUMBERS = 256
+_COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
+_COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "crimson")
+
+
+def _check_space(space: Any, what: str) -> None:
+    """Raises ConfigError unless the space's values can be read and written as text."""
+    kind = type(space).__name__
+    if kind in ("Dict", "Tuple"):
+        for each in _parts(space):
+            _check_space(each, what)
+    elif kind in ("Box", "MultiDiscrete", "MultiBinary"):
+        count = 1
+        for size in space.shape:
+            count *= size
+        if count > _MOST_NUMBERS:
+            raise ConfigError(
+                f"{what} has {count} numbers, more than the {_MOST_NUMBERS} that make a text",
+                remedy="wrap the environment so that it has less, or has a text",
+            )
+    elif kind not in ("Discrete", "Text"):
+        raise ConfigError(
+            f"{what} is a {kind}, which has no form as text",
+            remedy="wrap the environment so that it is Discrete, Text, Box, MultiDiscrete, "
+            "MultiBinary, or a Dict or Tuple of these",
+        )
+
+
+def _described(space: Any) -> str:
+    """Describe a value of the space, in JSON where it is not one number or text."""
+    match type(space).__name__:
+        case "Discrete":
+            return f"a whole number from {space.start} to {space.start + space.n - 1}"
+        case "Text":
+            characters = "".join(sorted(space.character_set))
+            return f"{space.min_length} to {space.max_length} of the characters {characters}"
+        case "MultiDiscrete":
+            first, last = space.start, space.start + space.nvec - 1
+            return f"a list of whole numbers from {_as_text(first)} to {_as_text(last)}"
+        case "MultiBinary":
+            return f"a list of zeros and ones of shape {list(space.shape)}"
+        case "Box":
+            low, high = _as_text(space.low), _as_text(space.high)
+            return f"a list of numbers of shape {list(space.shape)} from {low} to {high}"
+        case "Dict":
+            inner = (f"{json.dumps(key)}: {_described(each)}" for key, each in space.spaces.items())
+            return "{" + ", ".join(inner) + "}"
+        case _:
+            return "[" + ", ".join(map(_described, space.spaces)) + "]"
+
+
+def _as_text(value: Any) -> str:
+    """An observation: a text as it is, a mapping in lines, else JSON with four digits."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return "\n".join(f"{key}: {_as_text(each)}" for key, each in value.items())
+    return json.dumps(_plain(value))
+
+
+def _parse_action(space: Any, answer: str, names: Sequence[str]) -> Any:
+    """The action that an answer names: the last number or name in it, a text, or JSON.
+
+    names: of a Discrete space's actions, or none. Raises ValueError, which says what is wrong.
+    """
+    kind = type(space).__name__
+    if names:
+        every = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+        found = re.findall(rf"(?<!\w)(?:{every})(?!\w)", answer, re.IGNORECASE)
+        if not found:
+            raise ValueError("it names no action")
+        lower = [name.casefold() for name in names]
+        return int(space.start) + lower.index(found[-1].casefold())
+    if kind == "Discrete":
+        numbers = re.findall(r"-?\d+" if space.start < 0 else r"\d+", answer)
+        if not numbers:
+            raise ValueError("it has no number")
+        value: Any = int(numbers[-1][:20])
+    elif kind == "Text":
+        value = answer.strip()
+    else:
+        value = _parsed(answer)
+    action = _shaped(space, value)
+    if not space.contains(action):
+        raise ValueError(f"{value!r:.200} is not {_described(space)}")
+    return action
+
+
+def _uncoloured(rendered: str) -> str:
+    """A terminal's picture without its colours, which are told below it."""
+    text, marks, end = "", [], 0
+    rendered = rendered.strip("\n")
+    for match in _COLOURED.finditer(rendered):
+        text += rendered[end : match.start()]
+        place = f"line {text.count(chr(10)) + 1}, column {len(text) - text.rfind(chr(10))}"
+        marks.append(f'"{match[2]}" {_style(match[1])} ({place})')
+        text, end = text + match[2], match.end()
+    text += rendered[end:]
+    return f"{text}\nMarked: {'; '.join(marks)}" if marks else text
+
+
+def _style(codes: str) -> str:
+    words = []
+    for code in (int(each or 0) for each in codes.split(";")):
+        for first, before in ((30, ""), (40, "on ")):
+            if 0 <= code - first < len(_COLOURS):
+                words.append(before + _COLOURS[code - first])
+    return " ".join(words)
+
+
+def _parts(space: Any) -> Any:
+    return space.spaces.values() if isinstance(space.spaces, Mapping) else space.spaces
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _parsed(answer: str) -> Any:
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON ({error})") from None
+
+
+def _shaped(space: Any, value: Any) -> Any:
+    """JSON as the space has it. Raises ValueError."""
+    import numpy as np
+
+    kind = type(space).__name__
+    if kind == "Dict":
+        if not isinstance(value, Mapping) or set(value) != set(space.spaces):
+            raise ValueError(f"it must be an object with the keys {', '.join(space.spaces)}")
+        return {key: _shaped(each, value[key]) for key, each in space.spaces.items()}
+    if kind == "Tuple":
+        if not isinstance(value, list) or len(value) != len(space.spaces):
+            raise ValueError(f"it must be a list of {len(space.spaces)} values")
+        return tuple(_shaped(each, part) for each, part in zip(space.spaces, value, strict=True))
+    if kind in ("Discrete", "Text"):
+        return value
+    given = np.asarray(value)
+    if given.dtype.kind not in "iuf":
+        raise ValueError(f"{value!r:.200} is not {_described(space)}")
+    action = given.astype(space.dtype)
+    if given.shape != space.shape or (kind != "Box" and not np.array_equal(action, given)):
+        raise ValueError(f"{value!r:.200} is not {_described(space)}")
+    return action

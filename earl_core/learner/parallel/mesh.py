@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from earl_core.cluster.host import take_listener
 from earl_core.deployment.stage_deployment import AXES, StageDeployment
 from earl_core.system.errors import ConfigError
 
@@ -181,6 +182,27 @@ def create_mesh(deployment: StageDeployment = ALONE, hosts: Sequence[str] = ()) 
     return mesh
 
 
+def join_world(backend: str, timeout: timedelta) -> None:
+    """Connect this process with the other ranks through torch.distributed.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 listens there alone, not on every
+    interface, as torch.distributed left to itself does. Raises `OSError` when it cannot and
+    `torch.distributed.DistError` when the others do not come in time.
+    """
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        master_listen_fd=take_listener() if rank == 0 else None,
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
 def leave_world() -> None:
     """Disconnect this process from all others, if it is connected; for good: see `_CONNECTED`."""
     import torch.distributed as dist
@@ -197,8 +219,6 @@ def _process_state(ranks: int) -> tuple[torch.device, int]:
     import torch.distributed as dist
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
-
-    from earl_core.learner.parallel.world import join_world
 
     cuda = torch.cuda.is_available()
     if ranks == 1:

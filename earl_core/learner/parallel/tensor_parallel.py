@@ -16,6 +16,7 @@ is defined by itself (`sym_max(s, 1)`, which is `s`), and ends in a RecursionErr
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +28,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from earl_core.config.feasibility import tensor_degrees, tensor_problem
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.lm_head import decoder_of, head_of
-from earl_core.learner.parallel.token_parts import TokenParts
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard, own_part
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
@@ -47,7 +47,7 @@ def split_over_ranks(model: PreTrainedModel, ranks: DeviceMesh) -> VocabularySha
     for a model that cannot be split so often.
     """
     check_degree(model, ranks.size())
-    decoder, parts = decoder_of(model), TokenParts.of(ranks)
+    decoder, parts = decoder_of(model), _TokenParts.of(ranks)
     styles = _styles(decoder, _plan(model))
     enter = partial(_enter_once, parts)
     for name in _entered(styles):
@@ -138,7 +138,7 @@ def _unplanned(decoder: nn.Module, styles: dict[str, str]) -> list[str]:
 
 
 def _lengthen(
-    parts: TokenParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parts: _TokenParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give the decoder tokens that belong to no sample, so that all ranks have equally many."""
     more = parts.missing(kwargs["input_ids"].shape[1])
@@ -147,14 +147,14 @@ def _lengthen(
     return args, kwargs | longer
 
 
-def _leave(parts: TokenParts, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _leave(parts: _TokenParts, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Give the head, whose gradient is equal on all ranks, all tokens."""
     output["last_hidden_state"] = parts.gather_for_equals(output[0])
     return output
 
 
 def _enter_once(
-    parts: TokenParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parts: _TokenParts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give several column-split matrices one input, of all tokens.
 
@@ -177,7 +177,7 @@ class _ByColumns(nn.Linear):
 class _ByRows(nn.Linear):
     """This rank's inputs of all tokens → all outputs of this rank's tokens."""
 
-    parts: TokenParts
+    parts: _TokenParts
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         found = self.parts.sum(F.linear(input, own_part(self.weight)))
@@ -193,7 +193,7 @@ def _cut(parameter: torch.Tensor, ranks: DeviceMesh, dimension: int) -> nn.Param
 
 
 def _split_matrix(
-    matrix: nn.Linear, ranks: DeviceMesh, parts: TokenParts, *, by_rows: bool
+    matrix: nn.Linear, ranks: DeviceMesh, parts: _TokenParts, *, by_rows: bool
 ) -> None:
     """Its class says how it computes: compiled layers have one code, but each its own objects."""
     matrix.weight = _cut(matrix.weight, ranks, 1 if by_rows else 0)
@@ -207,7 +207,7 @@ def _split_matrix(
 
 
 def _split_vocabulary(
-    model: PreTrainedModel, ranks: DeviceMesh, parts: TokenParts
+    model: PreTrainedModel, ranks: DeviceMesh, parts: _TokenParts
 ) -> VocabularyShard:
     """Split embedding and output layer by rows; tied weights stay one parameter."""
     embedding = cast(nn.Embedding, model.get_input_embeddings())
@@ -231,7 +231,98 @@ def _split_vocabulary(
 
 
 def _embed(
-    parts: TokenParts, shard: VocabularyShard, embedding: nn.Embedding, ids: torch.Tensor
+    parts: _TokenParts, shard: VocabularyShard, embedding: nn.Embedding, ids: torch.Tensor
 ) -> torch.Tensor:
     """Look up ids [1, n P] → this rank's [1, P, hidden]."""
     return parts.sum(shard.embed(embedding, ids))
+
+
+@dataclass(frozen=True)
+class _TokenParts:
+    """Parts of a pack's T tokens: each of n ranks has P in a row, those of rank r from r P.
+
+    A compiled layer takes one number as a symbol, not one for each rank, so that all ranks have
+    equally many: packs are lengthened to a multiple of the ranks. The collectives are torch's
+    functional ones, which a compiled layer holds as they are.
+
+    ranks: n. rank: this one. group: name of the process group.
+    """
+
+    ranks: int
+    rank: int
+    group: str
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> _TokenParts:
+        """Make the parts of the ranks of a one-dimensional mesh."""
+        return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+
+    def missing(self, tokens: int) -> int:
+        """n P - T, where P is at least two: torch.compile takes one for another kind of layer."""
+        return max(-tokens % self.ranks, 2 * self.ranks - tokens)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """This rank's [1, P, hidden] → [1, n P, hidden]; the gradient is the sum over the ranks."""
+        return _applied(_Gather, part, self)
+
+    def gather_for_equals(self, part: torch.Tensor) -> torch.Tensor:
+        """`gather` for what all ranks compute alike, so that their gradients are one."""
+        return _applied(_GatherForEquals, part, self)
+
+    def sum(self, summand: torch.Tensor) -> torch.Tensor:
+        """Add up the ranks' [1, n P, hidden] → this rank's [1, P, hidden] of it."""
+        return _applied(_Sum, summand, self)
+
+
+def _applied(
+    function: type[torch.autograd.Function], states: torch.Tensor, parts: _TokenParts
+) -> torch.Tensor:
+    found = function.apply(states, parts.ranks, parts.rank, parts.group)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, found)
+
+
+def _gathered(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    ops = torch.ops._c10d_functional
+    rows = ops.wait_tensor(ops.all_gather_into_tensor(part.contiguous(), ranks, group))
+    return cast(torch.Tensor, rows.view(1, -1, part.shape[2]))
+
+
+def _summed(summand: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    ops = torch.ops._c10d_functional
+    rows = summand.reshape(ranks, -1, summand.shape[2])
+    # No view, because a compiled layer is compiled again for its input where another's was none.
+    part = ops.reduce_scatter_tensor(rows.contiguous(), "sum", ranks, group)
+    return cast(torch.Tensor, ops.wait_tensor(part))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, ranks: int, rank: int, group: str) -> torch.Tensor:
+        ctx.ranks, ctx.group = ranks, group
+        return _gathered(part, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _summed(gradients[0], ctx.ranks, ctx.group), None, None, None
+
+
+class _GatherForEquals(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, ranks: int, rank: int, group: str) -> torch.Tensor:
+        ctx.rank, ctx.size = rank, part.shape[1]
+        return _gathered(part, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gradients[0].narrow(1, ctx.rank * ctx.size, ctx.size), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, summand: torch.Tensor, ranks: int, rank: int, group: str) -> torch.Tensor:
+        ctx.ranks, ctx.group = ranks, group
+        return _summed(summand, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _gathered(gradients[0], ctx.ranks, ctx.group), None, None, None

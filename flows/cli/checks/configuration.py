@@ -7,6 +7,7 @@ refuses the same as `earl doctor` shows.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,8 +24,8 @@ from earl_core.run.lock import is_locked
 from earl_core.system.errors import ConfigError
 from earl_core.system.finding import Finding, refused
 from earl_core.system.import_path import only_looks
+from earl_core.system.outside import read_text
 from earl_core.system.plural import plural
-from flows.cli.checks.model import check_files
 from tasks.tracking.mlflow_client import default_database
 
 
@@ -70,7 +71,7 @@ def model(config: RunConfig) -> Iterator[Finding]:
     path, template = Path(config.model.path), config.model.chat_template
     if (path / "config.json").is_file():
         shape = read_model_shape(path)
-        check_files(path, config.rollout.engine)
+        _check_files(path, config.rollout.engine)
         check_tokenizer_file(path, shape.vocabulary)
         weights = [*path.glob("*.safetensors")] or path.glob("pytorch_model*.bin")
         size = sum(file.stat().st_size for file in weights)
@@ -95,6 +96,45 @@ def model(config: RunConfig) -> Iterator[Finding]:
         raise ConfigError(
             f"model.chat_template {template!r} is not a file", remedy="correct the path"
         )
+
+
+_INDEX = "model.safetensors.index.json"
+_TOKENIZERS = ("tokenizer*", "tokenization_*.py", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+_WEIGHTS = {"vllm": ("*.safetensors",), "torch": ("*.safetensors", "pytorch_model*.bin")}
+
+
+def _check_files(path: Path, engine: str) -> None:
+    """Raise `ConfigError` for the first thing without which workers that load the directory `path`
+    (it has a config.json) would fail; looks at names of files only. engine: `vllm` or `torch`."""
+    if not _any(path, _WEIGHTS[engine]):
+        if engine == "vllm" and _any(path, _WEIGHTS["torch"]):
+            raise ConfigError(
+                f"{path} has no safetensors weights, and rollout.engine=vllm reads no others",
+                remedy="copy model.safetensors into it, or set rollout.engine=torch",
+            )
+        advice = "copy model.safetensors into it, or correct model.path"
+        raise ConfigError(f"{path} has no weights", remedy=advice)
+    if absent := _absent_parts(path):
+        raise ConfigError(
+            f"{path} lacks {len(absent)} of the weight files in its index, such as {absent[0]}",
+            remedy="copy them into it; a download may have stopped half-way",
+        )
+    if not _any(path, _TOKENIZERS):
+        advice = "copy the tokenizer's files into it, such as tokenizer.json"
+        raise ConfigError(f"{path} has no tokenizer", remedy=advice)
+
+
+def _any(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(file.is_file() for pattern in patterns for file in path.glob(pattern))
+
+
+def _absent_parts(path: Path) -> list[str]:
+    try:
+        index = json.loads(read_text(path / _INDEX, str(path / _INDEX)))
+        names = sorted(set(index["weight_map"].values()))
+    except (OSError, ConfigError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [name for name in names if not (path / name).is_file()]
 
 
 def stages(config: RunConfig) -> Iterator[Finding]:

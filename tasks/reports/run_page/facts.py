@@ -1,18 +1,22 @@
-"""Facts of a run in words: its state, its settings, the commands that repeat it."""
+"""Facts of a run in words: its state, its plans, its settings, the commands that repeat it."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from earl_core.config.table import resolved_rows
 from earl_core.config.yaml_text import write_yaml
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.secrets import find_secrets
+from earl_core.selector.choice.changes import infeasible_text, stage_changes
+from earl_core.selector.choice.explain import deployment_text
 from earl_core.selector.model.devices import device_of
+from earl_core.selector.profile.observations import INFEASIBLE, Observation
+from earl_core.system.import_path import installed
 from tasks.reports.run_page.records import RunRecords
 
 _PACKAGES = (
@@ -62,6 +66,43 @@ def facts(records: RunRecords) -> list[tuple[str, str]]:
     return found
 
 
+def deployment_spans(plans: Sequence[DeploymentPlan]) -> list[dict[str, Any]]:
+    """Each stage deployment with its `first` and `last` iteration and `why`: the selector's reason
+    at the first of them, after what became another. By stage, then iteration."""
+    spans: dict[str, list[dict[str, Any]]] = {}
+    before: DeploymentPlan | None = None
+    for plan in plans:
+        changes = {change.stage: change for change in stage_changes(before, plan)}
+        for stage, deployment in plan.stages.items():
+            own = spans.setdefault(stage, [])
+            change = changes.get(stage)
+            if own and change is None:
+                own[-1]["last"] = plan.iteration
+                continue
+            why = plan.reasons.get(stage, "")
+            own.append(
+                {
+                    "stage": stage,
+                    "first": plan.iteration,
+                    "last": plan.iteration,
+                    "deployment": deployment_text(deployment),
+                    "why": change.text.partition(": ")[2] if change else why,
+                    "switched": bool(change and change.switched),
+                }
+            )
+        before = plan
+    return [span for own in spans.values() for span in own]
+
+
+def infeasible(observations: Sequence[Observation]) -> list[str]:
+    """A line for each stage that ran out of memory or context."""
+    return [
+        f"iteration {seen.iteration}: {infeasible_text(seen)}"
+        for seen in observations
+        if seen.kind in INFEASIBLE
+    ]
+
+
 def hardware(records: RunRecords) -> list[tuple[str, str]]:
     """List the hardware that the selector chose for; empty before its first choice."""
     if records.selection is None:
@@ -81,13 +122,8 @@ def hardware(records: RunRecords) -> list[tuple[str, str]]:
 
 def versions() -> list[tuple[str, str]]:
     """List the packages that are installed where the page is made."""
-    found = [("python", platform.python_version())]
-    for package in _PACKAGES:
-        try:
-            found.append((package, importlib.metadata.version(package)))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = [(package, version) for package in _PACKAGES if (version := installed(package))]
+    return [("python", platform.python_version()), *found]
 
 
 def events(records: RunRecords) -> list[str]:

@@ -24,7 +24,6 @@ from earl_core.secrets import redact_tree
 from earl_core.system.files import write_atomic
 from tasks.reports.run_page import facts
 from tasks.reports.run_page.charts import sections
-from tasks.reports.run_page.deployments import deployment_spans, infeasible
 from tasks.reports.run_page.records import Line, RunRecords, read_records
 from tasks.reports.run_page.stored_episodes import PackedEpisodes, encoded, pack_episodes
 from tasks.reports.run_page.token_texts import find_token_texts
@@ -80,8 +79,8 @@ def _told(records: RunRecords) -> dict[str, Any]:
         "standing": facts.standing(records),
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "facts": facts.facts(records),
-        "spans": deployment_spans(records.plans),
-        "infeasible": infeasible(records.observations),
+        "spans": facts.deployment_spans(records.plans),
+        "infeasible": facts.infeasible(records.observations),
         "failures": [
             {"reason": reason, "count": count, "iterations": where}
             for reason, (count, where) in records.failures.items()
