@@ -6,8 +6,9 @@ here as they start alone (own session, environment, directory, standard streams;
 as `subprocess.Popen`'s), but with these imports done. A program whose start is what a test looks at
 is started by `subprocess`.
 
-`python -m tests.warm FD MODULE...`: imports the modules; then each request on
-the socket FD forks a process. `python tests/warm.py -m ADDRESS MODULE ARGUMENTS`: see `command`.
+`python -m tests.warm PID FD MODULE...`: imports the modules; then, while the process PID lives,
+which is its parent, each request on the socket FD forks a process.
+`python tests/warm.py -m ADDRESS MODULE ARGUMENTS`: see `command`.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def _importing(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("\0" + address)
         listener.listen(64)
+        numbers = str(os.getpid()), str(listener.fileno())
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.warm", str(listener.fileno()), *modules],
+            [sys.executable, "-P", "-m", "tests.warm", *numbers, *modules],
             cwd=ROOT,
             env={**dict(environment), "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
@@ -163,9 +165,8 @@ def start(
 # In the process forked from
 
 
-def _serve(listener: socket.socket) -> None:
+def _serve(listener: socket.socket, tests: int) -> None:
     """Until the tests' process has ended."""
-    tests = os.getppid()
     running: dict[int, tuple[int, socket.socket]] = {}
     while os.getppid() == tests:
         ready, _, _ = select.select([listener, *running], [], [], 1.0)
@@ -182,6 +183,11 @@ def _serve(listener: socket.socket) -> None:
 
 def _fork(listener: socket.socket, running: dict[int, tuple[int, socket.socket]]) -> None:
     connection, _ = listener.accept()
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    if int.from_bytes(peer[4:8], sys.byteorder) != os.getuid():
+        # Anybody on this machine can connect.
+        connection.close()
+        return
     data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 8)
     pid = os.fork()
     if pid == 0:
@@ -268,7 +274,7 @@ def ranks_from(address: str) -> None:
     fork_server.subprocess = SimpleNamespace(Popen=popen, **kept)  # type: ignore[assignment]
 
 
-def main(descriptor: int, modules: Sequence[str]) -> None:
+def main(tests: int, descriptor: int, modules: Sequence[str]) -> None:
     """Import, then fork for whoever asks."""
     from setproctitle import getproctitle
 
@@ -279,7 +285,7 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=descriptor) as listener:
-        _serve(listener)
+        _serve(listener, tests)
 
 
 if __name__ == "__main__":
@@ -290,4 +296,4 @@ if __name__ == "__main__":
         ranks_from(place)
         runpy.run_module(own, run_name="__main__", alter_sys=True)
     else:
-        main(int(sys.argv[1]), sys.argv[2:])
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
