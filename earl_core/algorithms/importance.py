@@ -35,6 +35,11 @@ class ImportanceCorrection(Registered):
     cap: Annotated[float, Field(gt=0.0)] = 2.0
     level: Literal["token", "sequence"] = "token"
 
+    @property
+    def token_wise(self) -> bool:
+        """True when the weight of a token depends on that token alone."""
+        return self.level == "token"
+
     def weights(
         self, old_logprobs: Tensor, rollout_logprobs: Tensor, episode_index: Tensor, n_episodes: int
     ) -> Tensor:

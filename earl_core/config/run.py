@@ -193,7 +193,7 @@ class RunConfig(Settings):
     def _combinations(self) -> RunConfig:
         algorithm, rollout = self.algorithm, self.rollout
         estimator = ADVANTAGE_ESTIMATORS.checked(algorithm.advantage)
-        POLICY_LOSSES.checked(algorithm.policy_loss)
+        loss = POLICY_LOSSES.checked(algorithm.policy_loss)
         AGGREGATIONS.checked(algorithm.aggregation)
         KL_ESTIMATORS.checked({"name": algorithm.kl.estimator})
         if estimator is not None and estimator.needs_groups and rollout.group_size < 2:
@@ -201,6 +201,12 @@ class RunConfig(Settings):
                 f"algorithm.advantage {algorithm.advantage['name']!r} compares the episodes of a "
                 f"group, so rollout.group_size must be at least 2, not {rollout.group_size}; "
                 "`reinforce` and `reinforce_plus_plus` work with 1"
+            )
+        if loss is not None and loss.from_rollout and algorithm.importance_correction is not None:
+            raise ValueError(
+                f"algorithm.policy_loss {algorithm.policy_loss['name']!r} corrects for the "
+                "engine's log-probs itself, so algorithm.importance_correction would do it twice: "
+                "leave it out"
             )
         if (algorithm.kl.placement == "none") != (algorithm.kl.coefficient == 0.0):
             raise ValueError(

@@ -24,7 +24,7 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.importance import ImportanceCorrection, mismatch_metrics
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.objective import MicrobatchLoss, Objective
-from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyGradient, PPOClip
+from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import (
@@ -178,12 +178,10 @@ class Algorithm:
     def whole_episodes(self) -> bool:
         """True when all samples of an episode must be in one microbatch.
 
-        Anything but the two losses known to look at tokens one by one may need it, a loss named by
-        import path included.
+        An aggregation never needs that: its weights depend on counts of the whole minibatch.
         """
-        by_token = isinstance(self._objective.policy_loss, PolicyGradient | PPOClip)
-        by_sequence = self._correction is not None and self._correction.level == "sequence"
-        return not by_token or by_sequence
+        corrects = self._correction is None or self._correction.token_wise
+        return not (self._objective.policy_loss.token_wise and corrects)
 
     @property
     def entropy_mode(self) -> EntropyMode:
@@ -221,7 +219,11 @@ class Algorithm:
             )
         counts = np.array([minibatch.token_counts[episode] for episode in episodes])
         result = self._objective.microbatch(
-            LossInputs(logprobs, old, columns["advantages"], index, len(episodes), weights),
+            LossInputs(
+                *(logprobs, old, columns["advantages"], index, len(episodes)),
+                importance_weights=weights,
+                rollout_logprobs=columns["rollout_logprobs"],
+            ),
             torch.from_numpy(counts).to(logprobs.device, non_blocking=True),
             minibatch.totals,
             reference_logprobs=columns.get("reference_logprobs"),

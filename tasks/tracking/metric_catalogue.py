@@ -59,7 +59,7 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
     ("update/loss/*", f"{HEALTH}/loss_*", "", "A part of the loss, where it has several"),
     ("update/learning_rate", f"{HEALTH}/learning_rate", "", "Of the optimizer"),
     ("update/clip_fraction", f"{HEALTH}/clipped_share", "share",
-     "Share of trained tokens whose probability ratio the policy loss clips"),
+     "Share of trained tokens that the policy loss clips, bounds or masks"),
     ("update/ratio_max", f"{HEALTH}/ratio_max", "",
      "Largest ratio of a token's probability to the one before the update"),
     ("update/update_kl", f"{HEALTH}/kl_of_update", "nats",

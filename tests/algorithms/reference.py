@@ -35,6 +35,18 @@ def policy_terms(spec: dict[str, Any], episode: Episode) -> list[torch.Tensor]:
         advantage = episode["advantages"][t]
         if name == "policy_gradient":
             term = -advantage * now[t]
+        elif name == "cispo":
+            weight = min(math.exp((now[t] - old[t]).item()), 1 + spec["clip_high"])
+            term = -weight * advantage * now[t]
+        elif name == "dppo":
+            sampled = episode["rollout_logprobs"][t]
+            gained = math.exp(now[t].item()) - math.exp(sampled.item())
+            too_far = gained > spec["mask_high"] if advantage > 0 else -gained > spec["mask_low"]
+            term = -torch.exp(now[t] - sampled) * advantage * (0.0 if too_far else 1.0)
+        elif name == "sapo":
+            tau = spec["tau_positive"] if advantage > 0 else spec["tau_negative"]
+            ratio = torch.exp(now[t] - old[t])
+            term = -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
         elif name == "gspo":
             assert sequence_ratio is not None
             low, high = 1 - spec["clip_low"], 1 + spec["clip_high"]

@@ -63,6 +63,7 @@ def train(
                 index,
                 episodes,
                 ImportanceCorrection().weights(old, old + 0.01, index, episodes),
+                old + 0.01,
             )
             result = objective.microbatch(
                 inputs,
@@ -79,7 +80,14 @@ def train(
 # Every estimator's gradient is in `tests/conformance`.
 @pytest.mark.parametrize(
     ("estimator", "loss"),
-    [("rloo", "policy_gradient"), ("grpo", "ppo_clip"), ("reinforce_plus_plus", "ppo_clip")],
+    [
+        ("rloo", "policy_gradient"),
+        ("grpo", "ppo_clip"),
+        ("reinforce_plus_plus", "ppo_clip"),
+        ("grpo", "cispo"),
+        ("rloo", "dppo"),
+        ("grpo", "sapo"),
+    ],
 )
 def test_estimators_and_losses_learn_together(estimator: str, loss: str) -> None:
     assert train(estimator, loss, "token_mean") > 1.5

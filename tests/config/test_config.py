@@ -55,6 +55,10 @@ def with_(**changes: object) -> dict[str, object]:
         (with_(algorithm={"policy_loss": {"name": "ppo_clip", "clip": 1}}), "clip"),
         (with_(algorithm={"advantage": {"nam": "grpo"}}), "algorithm.advantage"),
         (
+            with_(algorithm={"policy_loss": "dppo", "importance_correction": {"cap": 2.0}}),
+            "'dppo' corrects for the engine's log-probs itself",
+        ),
+        (
             with_(rollout__max_tokens_per_turn=9, rollout__max_tokens_per_episode=5),
             "exceeds rollout.max_tokens_per_episode",
         ),

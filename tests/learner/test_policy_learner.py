@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyLoss
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -18,6 +18,7 @@ from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
 from earl_core.system.errors import ConfigError
+from tests.algorithms.reference import policy_terms
 from tests.learner.helpers import (
     ARCHITECTURES,
     eager_model,
@@ -79,13 +80,18 @@ def test_scores_equal_full_unpacked_logits(kind: str, tmp_path: Path) -> None:
         assert np.allclose(trained, expected.detach().numpy(), atol=2e-5)
 
 
-Loss = Callable[[torch.Tensor, torch.Tensor, TrainingSample], torch.Tensor]
+PPO = {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28}
 
 
 def plain_ppo_step(
-    directory: Path, samples: list[TrainingSample], config: UpdateConfig, weigh: str
+    directory: Path,
+    samples: list[TrainingSample],
+    config: UpdateConfig,
+    weigh: str,
+    policy_loss: dict[str, Any] = PPO,
 ) -> tuple[torch.nn.Module, float, float]:
-    """One AdamW step of PPO's clip with KL (k3), entropy bonus and truncated correction."""
+    """One AdamW step of a token-wise loss with KL (k3), entropy bonus and, where the loss does not
+    correct for the engine itself, truncated correction."""
     model = eager_model(directory)
     episodes = sorted({sample.episode_id for sample in samples})
     trained = dict.fromkeys(episodes, 0)
@@ -102,10 +108,14 @@ def plain_ppo_step(
             )
         )  # fmt: skip
         logprobs, entropy = plain_logprobs(model, sample, TEMPERATURE)
-        ratio = torch.exp(logprobs - old)
-        clipped = torch.clip(ratio, 0.8, 1.28)
-        policy = -torch.min(ratio * advantage, clipped * advantage)
-        policy = policy * torch.clip(torch.exp(old - rollout), max=1.5)
+        weights = torch.clip(torch.exp(old - rollout), max=1.5)
+        if policy_loss["name"] == "dppo":
+            weights = torch.ones_like(weights)
+        terms = {
+            "logprobs": logprobs, "old_logprobs": old, "rollout_logprobs": rollout,
+            "advantages": advantage, "importance_weights": weights,
+        }  # fmt: skip
+        policy = torch.stack(policy_terms(policy_loss, terms))
         gap = reference - logprobs
         divergence = torch.clip(torch.exp(gap) - gap - 1, max=10)
         per_token = policy + 0.1 * divergence - 0.01 * entropy
@@ -134,19 +144,28 @@ def plain_ppo_step(
 
 
 @pytest.mark.parametrize(
-    ("kind", "weigh"),
+    ("kind", "weigh", "policy_loss"),
     [
-        ("llama", "token_mean"),
-        ("qwen2", "sequence_mean_token_mean"),
-        ("gpt2", "sequence_mean_token_sum"),
+        ("llama", "token_mean", PPO),
+        ("qwen2", "sequence_mean_token_mean", PPO),
+        ("gpt2", "sequence_mean_token_sum", PPO),
+        ("llama", "token_mean", {"name": "cispo", "clip_high": 0.1}),
+        ("qwen2", "token_mean", {"name": "dppo", "mask_low": 0.005, "mask_high": 0.002}),
+        (
+            "gpt2",
+            "sequence_mean_token_mean",
+            {"name": "sapo", "tau_positive": 2.0, "tau_negative": 5.0},
+        ),
     ],
 )
-def test_an_update_equals_plain_torch(kind: str, weigh: str, tmp_path: Path) -> None:
+def test_an_update_equals_plain_torch(
+    kind: str, weigh: str, policy_loss: dict[str, Any], tmp_path: Path
+) -> None:
     algorithm = {
-        "policy_loss": {"name": "ppo_clip", "clip_high": 0.28},
+        "policy_loss": policy_loss,
         "aggregation": weigh,
         "kl": {"placement": "loss", "coefficient": 0.1},
-        "importance_correction": {"cap": 1.5},
+        "importance_correction": None if policy_loss["name"] == "dppo" else {"cap": 1.5},
         "entropy_coefficient": 0.01,
     }
     # A large epsilon keeps Adam's first step smooth: without it every weight moves by the sign
@@ -155,7 +174,8 @@ def test_an_update_equals_plain_torch(kind: str, weigh: str, tmp_path: Path) -> 
     learner = make_learner(save_model(kind, tmp_path), algorithm, **update)
     samples = random_samples(16, samples_per_episode=2)
     metrics = learner.update(samples, iteration=0)
-    plain, loss, norm = plain_ppo_step(tmp_path, samples, learner.config, weigh)
+    plain, loss, norm = plain_ppo_step(tmp_path, samples, learner.config, weigh, policy_loss)
+    assert policy_loss["name"] == "sapo" or 0.1 < metrics["clip_fraction"] < 0.9
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     ours = learner.named_weights()
@@ -184,6 +204,38 @@ def test_microbatches_do_not_change_the_update(policy_loss: str, tmp_path: Path)
         assert metrics["loss"] == pytest.approx(results[0][1]["loss"], abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(results[0][1]["grad_norm"], rel=1e-5)
         assert largest_difference(learner, results[0][0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "whole"),
+    [
+        *[({"policy_loss": name}, name == "gspo") for name in POLICY_LOSSES.names()],
+        ({"importance_correction": {"level": "token"}}, False),
+        ({"importance_correction": {"level": "sequence"}}, True),
+        ({"policy_loss": f"{__name__}:OfOnesOwn"}, True),
+        ({"policy_loss": f"{__name__}:TokenWise"}, False),
+    ],
+    ids=str,
+)
+def test_episodes_stay_whole_where_a_part_compares_their_tokens(
+    algorithm: dict[str, Any], whole: bool, tmp_path: Path
+) -> None:
+    learner = make_learner(save_model("llama", tmp_path), algorithm, max_tokens_per_microbatch=1)
+    metrics = learner.update(random_samples(6, samples_per_episode=2), iteration=0)
+    assert metrics["microbatches"] == (3 if whole else 6)
+
+
+class OfOnesOwn(PolicyLoss):
+    """A loss that says nothing about episodes."""
+
+    def per_token(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -inputs.advantages * inputs.logprobs, {}
+
+
+class TokenWise(OfOnesOwn):
+    """A loss that says that it looks at single tokens."""
+
+    token_wise = True
 
 
 def test_checkpointed_activations_and_chunked_logits_change_nothing(tmp_path: Path) -> None:
