@@ -17,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 Row = dict[str, Any]
+STEPS = 2
+"""Optimizer steps of an update, all on the same samples: from the second on ratios differ."""
 
 
 def load(directory: Path) -> Any:
@@ -119,6 +121,27 @@ def kl(name: str, difference: Any) -> Any:
     return (-difference).exp() - 1 + difference
 
 
+def policy_loss(
+    options: dict[str, Any], now: torch.Tensor, old: torch.Tensor, mu: torch.Tensor, gain: Any
+) -> torch.Tensor:
+    """Of each sampled token. mu: the log-probs that it was sampled by; gain: its
+    advantage."""
+    name, positive = options["name"], gain > 0
+    ratio = (now - old).exp()
+    if name == "ppo_clip":
+        inside = torch.clip(ratio, 1 - options["clip_low"], 1 + options["clip_high"])
+        return -torch.minimum(ratio * gain, inside * gain)
+    if name == "cispo":
+        return -torch.clip(ratio.detach(), max=1 + options["clip_high"]) * gain * now
+    if name == "dppo":
+        moved = now.detach().exp() - mu.exp()
+        kept = torch.where(positive, moved <= options["mask_high"], moved >= -options["mask_low"])
+        return -torch.where(kept, (now - mu).exp() * gain, 0.0)
+    assert name == "sapo"
+    tau = torch.where(positive, options["tau_positive"], options["tau_negative"])
+    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * gain
+
+
 class Reference:
     """The policy, its frozen beginning, and AdamW's state; `iteration` after `iteration`."""
 
@@ -130,8 +153,9 @@ class Reference:
         self.second = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
 
     def iteration(self, rows: Sequence[Row], temperature: float) -> dict[str, float]:
-        """One update of the policy by what was played: its gradient's norm, and how far the
-        sampled log-probs were from the policy's."""
+        """One update of the policy by what was played, in two steps: the mean of their gradients'
+        norms, how far the sampled log-probs were from the policy's, and how far the tokens'
+        probabilities moved in the first step at most."""
         placement = self.algorithm["kl"]["placement"]
         anchored, paid = {}, {}
         for row in rows:
@@ -144,22 +168,28 @@ class Reference:
             paid[row["sample_id"]] = (cost * difference).numpy()
         options = dict(self.algorithm["advantage"])
         credit = advantages(rows, paid, options.pop("name"), options)
-        weights, mismatch = token_weights(rows, self.algorithm["aggregation"]), 0.0
-        self.model.zero_grad()
-        for row in rows:
-            now, entropy = logprobs(self.model, row, temperature)
-            sampled = torch.tensor(row["rollout_logprobs"]).double()
-            sampled = sampled[torch.tensor(row["loss_mask"]).bool()]
-            mismatch = max(mismatch, float((now - sampled).abs().max()))
-            # The first step on what the policy itself has played: the ratio is 1.
-            ratio = (now - now.detach()).exp()
-            loss = -ratio * torch.from_numpy(credit[row["sample_id"]])
-            if placement == "loss":
-                estimate = kl(self.algorithm["kl"]["estimator"], now - anchored[row["sample_id"]])
-                loss = loss + self.algorithm["kl"]["coefficient"] * estimate
-            loss = loss - self.algorithm.get("entropy_coefficient", 0.0) * entropy
-            (weights[row["sample_id"]] * loss).sum().backward()
-        return {"grad_norm": self._step(), "mismatch": mismatch}
+        weights, norms = token_weights(rows, self.algorithm["aggregation"]), []
+        before: dict[int, torch.Tensor] = {}
+        mismatch = moved = 0.0
+        for _ in range(STEPS):
+            self.model.zero_grad()
+            for row in rows:
+                key = row["sample_id"]
+                now, entropy = logprobs(self.model, row, temperature)
+                old = before.setdefault(key, now.detach())
+                sampled = torch.tensor(row["rollout_logprobs"]).double()
+                sampled = sampled[torch.tensor(row["loss_mask"]).bool()]
+                mismatch = max(mismatch, float((old - sampled).abs().max()))
+                moved = max(moved, float((now.exp() - old.exp()).abs().max()))
+                gain = torch.from_numpy(credit[key])
+                loss = policy_loss(self.algorithm["policy_loss"], now, old, sampled, gain)
+                if placement == "loss":
+                    estimate = kl(self.algorithm["kl"]["estimator"], now - anchored[key])
+                    loss = loss + self.algorithm["kl"]["coefficient"] * estimate
+                loss = loss - self.algorithm.get("entropy_coefficient", 0.0) * entropy
+                (weights[key] * loss).sum().backward()
+            norms.append(self._step())
+        return {"grad_norm": float(np.mean(norms)), "mismatch": mismatch, "moved": moved}
 
     @torch.no_grad()
     def _step(self) -> float:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from earl_core.config import RunConfig
 from flows.debug import Debugged, opened_here
-from tests.conformance.reference import Reference
+from tests.conformance.reference import STEPS, Reference
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
 
 TEMPERATURE = 0.9
@@ -28,29 +28,34 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0,
          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
          "original_max_position_embeddings": 64}},
-        {"advantage": {"name": "rloo"}, "aggregation": {"name": "token_mean"},
+        {"policy_loss": {"name": "ppo_clip", "clip_low": 0.01, "clip_high": 0.02},
+         "advantage": {"name": "rloo"}, "aggregation": {"name": "token_mean"},
          "kl": {"placement": "loss", "estimator": "k3", "coefficient": 0.2}},
     ),
     "Qwen3": (
         {"head_dim": 16, "tie_word_embeddings": True},
-        {"advantage": {"name": "turn_returns"}, "kl": {"placement": "reward", "coefficient": 0.3},
+        {"policy_loss": {"name": "cispo", "clip_high": 0.005},
+         "advantage": {"name": "turn_returns"}, "kl": {"placement": "reward", "coefficient": 0.3},
          "aggregation": {"name": "sequence_mean_token_sum"}},
     ),
     "Gemma3Text": (
         {"head_dim": 16, "sliding_window": 256, "query_pre_attn_scalar": 16,
          "layer_types": ["sliding_attention", "full_attention"]},
-        {"advantage": {"name": "grpo"}, "aggregation": {"name": "sequence_mean_token_mean"},
+        {"policy_loss": {"name": "sapo", "tau_positive": 10.0, "tau_negative": 40.0},
+         "advantage": {"name": "grpo"}, "aggregation": {"name": "sequence_mean_token_mean"},
          "kl": {"placement": "loss", "estimator": "k2", "coefficient": 0.2},
          "entropy_coefficient": 0.05},
     ),
     "Phi3": (
         {"sliding_window": None},
-        {"advantage": {"name": "reinforce_plus_plus"}, "aggregation": {"name": "constant",
+        {"policy_loss": {"name": "dppo", "mask_low": 0.001, "mask_high": 0.002},
+         "advantage": {"name": "reinforce_plus_plus"}, "aggregation": {"name": "constant",
          "length": 18}, "kl": {"placement": "reward", "coefficient": 0.3}},
     ),
     "Mixtral": (
         {"num_local_experts": 4, "num_experts_per_tok": 2},
-        {"advantage": {"name": "gigpo", "discount": 0.9}, "aggregation": {"name": "token_mean"},
+        {"policy_loss": {"name": "ppo_clip", "clip_low": 0.02, "clip_high": 0.005},
+         "advantage": {"name": "gigpo", "discount": 0.9}, "aggregation": {"name": "token_mean"},
          "kl": {"placement": "reward", "coefficient": 0.3}},
     ),
 }  # fmt: skip
@@ -97,7 +102,7 @@ def test_two_iterations_equal_the_reference(family: str, tmp_path: Path) -> None
                 "temperature": TEMPERATURE,
             },
             "algorithm": algorithm,
-            "update": {**UPDATE, "precision": "fp32", "threads": 1},
+            "update": {**UPDATE, "epochs": STEPS, "precision": "fp32", "threads": 1},
             "tracking": {"enabled": False},
             "dispatch": {"directory": str(tmp_path / "shm")},
         }
@@ -120,6 +125,8 @@ def test_two_iterations_equal_the_reference(family: str, tmp_path: Path) -> None
             assert metrics["grad_norm"] == pytest.approx(found["grad_norm"], rel=1e-4)
             assert found["grad_norm"] > 0.05
             assert found["mismatch"] < 2e-5
+            assert found["moved"] > 0.005
+            assert algorithm["policy_loss"]["name"] == "sapo" or metrics["clip_fraction"] > 0.01
             moved = max(float(np.abs(theirs[name] - before[name]).max()) for name in theirs)
             apart = {name: float(np.abs(ours[name] - theirs[name]).max()) for name in theirs}
             assert moved > 1e-3

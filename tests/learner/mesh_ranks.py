@@ -120,7 +120,11 @@ CASES = {
         chunk_tokens=3,
     ),
     "one_rank_has_all": Case(
-        algorithm={"aggregation": "sequence_mean_token_sum", "entropy_coefficient": 0.01},
+        algorithm={
+            "policy_loss": {"name": "dppo", "mask_low": 0.005, "mask_high": 0.002},
+            "aggregation": "sequence_mean_token_sum",
+            "entropy_coefficient": 0.01,
+        },
         dealt=(0,),
         chunk_tokens=5,
     ),
