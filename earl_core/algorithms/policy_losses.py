@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
@@ -61,7 +61,14 @@ class LossInputs:
 
 
 class PolicyLoss(Registered, ABC):
-    """Interface of every policy loss."""
+    """Interface of every policy loss.
+
+    Attributes:
+        zero_without_advantage: True when a token whose advantage is 0 has no loss and no gradient,
+            and changes those of no other token but the ones of its episode.
+    """
+
+    zero_without_advantage: ClassVar[bool] = False
 
     @abstractmethod
     def per_token(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -71,6 +78,10 @@ class PolicyLoss(Registered, ABC):
         how far this update has moved the policy from the old one). Clipping losses add
         ``clip_fraction`` (1 where the clip took the gradient away).
         """
+
+
+CLIPPED = ("clip_fraction", "dual_clip_fraction")
+"""Diagnostics that are 0 where the advantage is."""
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
@@ -91,6 +102,8 @@ class PolicyGradient(PolicyLoss):
     It ignores how far the policy has moved: right for the first optimizer step on a batch only.
     """
 
+    zero_without_advantage = True
+
     def per_token(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -inputs.advantages.float() * inputs.logprobs.float()
         return inputs.weighted(loss), _diagnostics(inputs)
@@ -98,6 +111,8 @@ class PolicyGradient(PolicyLoss):
 
 class ClippedLoss(PolicyLoss, ABC):
     """Shared form -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
+
+    zero_without_advantage = True
 
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)]
     clip_high: Annotated[float, Field(gt=0.0)]

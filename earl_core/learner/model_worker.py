@@ -61,13 +61,14 @@ class ModelWorker(RunWorker):
         columns: Sequence[str],
         split: Split | None = None,
         link_bytes: float = 0.0,
+        without: np.ndarray | None = None,
     ) -> Batch:
         """Open this rank's rows of the last manifest; see `RankReader.open`. An error is
         everyone's."""
 
         def read() -> Batch:
             sealed = self._manifests(manifests)
-            return self._reader.open(sealed, self._mesh, columns, split, link_bytes)
+            return self._reader.open(sealed, self._mesh, columns, split, link_bytes, without)
 
         return self._ranks.do(read)
 

@@ -26,6 +26,7 @@ from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.samples import TRAINED, by_minibatch, training_samples
+from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
 from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
 from earl_core.learner.model_worker import ModelWorker, update_settings
@@ -190,16 +191,23 @@ class LearnerWorker(ModelWorker):
             self._dirty = True
             fault_points.point(f"update.step{index}", iteration)
 
-        split = by_minibatch(
-            self._config.update.minibatches, seed=self._config.seed, iteration=iteration
-        )
         shards: list[ShardEntry] = []
+        skipped = Skipped()
         with ExitStack() as leases:
             samples: list[TrainingSample] = []
             old = None
             # Without a row there is no shard: the update then is one without a step.
             if self._manifests(manifests)[-1].shards:
-                batch = leases.enter_context(self._open(manifests, TRAINED, split, link_bytes))
+                skipped = self._skipped(manifests, iteration, link_bytes)
+                split = by_minibatch(
+                    self._config.update.minibatches,
+                    seed=self._config.seed,
+                    iteration=iteration,
+                    skipped=skipped.table,
+                )
+                out = skipped.table[:, 0]
+                batch = self._open(manifests, TRAINED, split, link_bytes, without=out)
+                leases.enter_context(batch)
                 if self._config.needs_old_logprobs:
                     shards, old = self._score(batch, iteration, leases)
                 samples = training_samples(batch, old, self._version)
@@ -207,6 +215,7 @@ class LearnerWorker(ModelWorker):
             metrics = self._learner.update(
                 samples,
                 iteration=iteration,
+                skipped=skipped,
                 before_step=lambda mismatch: watch.check(mismatch, iteration),
                 on_step=on_step,
                 on_progress=self._report,
@@ -226,6 +235,19 @@ class LearnerWorker(ModelWorker):
             "shards": [entry.model_dump(mode="json") for entry in shards],
         }
         return steps
+
+    def _skipped(
+        self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float
+    ) -> Skipped:
+        """Choose the samples that nobody reads further; each replica looks at the advantages of a
+        part of all rows."""
+        if not self._config.skips_zero_advantage:
+            return Skipped()
+        with self._open(manifests, ADVANTAGES, None, link_bytes) as batch:
+            own = advantage_table(batch)
+        table = np.concatenate(Ranks(self._mesh, "data_parallel").gather_rows(own))
+        whole, seed = self._learner.whole_episodes, self._config.seed
+        return choose(table, whole_episodes=whole, seed=seed, iteration=iteration)
 
     def _score(
         self, batch: Batch, iteration: int, leases: ExitStack
