@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sizes of a whole minibatch over all ranks: trained tokens, and episodes that have any."""
+    """Sizes of a whole minibatch over all ranks: trained tokens, and episodes that have any.
+
+    n_skipped: tokens among them that nobody computes, because they add nothing to the gradient.
+    """
 
     n_tokens: int
     n_episodes: int
+    n_skipped: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_episodes <= self.n_tokens:
@@ -40,10 +44,10 @@ class Totals:
             )
 
     @classmethod
-    def from_token_counts(cls, token_counts: Iterable[int]) -> Totals:
+    def from_token_counts(cls, token_counts: Iterable[int], n_skipped: int = 0) -> Totals:
         """Totals of episodes with these numbers of trained tokens."""
         positive = [int(count) for count in token_counts if count > 0]
-        return cls(sum(positive), len(positive))
+        return cls(sum(positive), len(positive), n_skipped)
 
 
 class Aggregation(Registered, ABC):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from earl_core.algorithms.aggregation import Aggregation, Totals
 from earl_core.algorithms.kl import KLEstimator
-from earl_core.algorithms.policy_losses import LossInputs, PolicyLoss
+from earl_core.algorithms.policy_losses import CLIPPED, LossInputs, PolicyLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,8 @@ class MicrobatchLoss:
         loss: Scalar float32 with gradient; its sum over microbatches and ranks is the minibatch's
             loss.
         metrics: Scalars float32 without gradient, additive in the same way: ``loss/*`` are the
-            parts of the loss, the others means over the minibatch's trained tokens.
+            parts of the loss, the others means over the minibatch's trained tokens: those that
+            are computed, and where a diagnostic is 0 without an advantage all of them.
     """
 
     loss: Tensor
@@ -105,5 +106,6 @@ class Objective:
         if entropy is not None:
             diagnostics["entropy"] = entropy.detach().float()
         for name, values in diagnostics.items():
-            metrics[name] = values.sum() / totals.n_tokens
+            skipped = 0 if name in CLIPPED else totals.n_skipped
+            metrics[name] = values.sum() / (totals.n_tokens - skipped)
         return MicrobatchLoss((weights * total).sum(), metrics)

@@ -70,7 +70,14 @@ def _log_ratio(logprobs: Tensor, behind: Tensor) -> Tensor:
 
 
 class PolicyLoss(Registered, ABC):
-    """Interface of every policy loss."""
+    """Interface of every policy loss.
+
+    Attributes:
+        zero_without_advantage: True when a token whose advantage is 0 has no loss and no gradient,
+            and changes those of no other token but the ones of its episode.
+    """
+
+    zero_without_advantage: ClassVar[bool] = False
 
     token_wise: ClassVar[bool] = False
     """True: the loss of a token depends on that token's inputs alone, so the samples of an episode
@@ -88,6 +95,10 @@ class PolicyLoss(Registered, ABC):
         how far this update has moved the policy from the old one). Losses with a bound add
         ``clip_fraction`` (1 where it acts).
         """
+
+
+CLIPPED = ("clip_fraction", "dual_clip_fraction")
+"""Diagnostics that are 0 where the advantage is."""
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
@@ -109,6 +120,7 @@ class PolicyGradient(PolicyLoss):
     """
 
     token_wise = True
+    zero_without_advantage = True
 
     def per_token(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -inputs.advantages.float() * inputs.logprobs.float()
@@ -117,6 +129,8 @@ class PolicyGradient(PolicyLoss):
 
 class ClippedLoss(PolicyLoss, ABC):
     """Shared form -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
+
+    zero_without_advantage = True
 
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)]
     clip_high: Annotated[float, Field(gt=0.0)]
@@ -216,6 +230,7 @@ class CISPO(PolicyLoss):
     """
 
     token_wise = True
+    zero_without_advantage = True
 
     clip_high: Annotated[float, Field(gt=0.0)] = 4.0
 
@@ -246,6 +261,7 @@ class DPPO(PolicyLoss):
     """
 
     token_wise = True
+    zero_without_advantage = True
     from_rollout = True
 
     mask_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
@@ -282,6 +298,7 @@ class SAPO(PolicyLoss):
     """
 
     token_wise = True
+    zero_without_advantage = True
 
     tau_positive: Annotated[float, Field(gt=0.0)] = 1.0
     tau_negative: Annotated[float, Field(gt=0.0)] = 1.05

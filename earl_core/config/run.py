@@ -194,6 +194,12 @@ class RunConfig(Settings):
         algorithm, rollout = self.algorithm, self.rollout
         estimator = ADVANTAGE_ESTIMATORS.checked(algorithm.advantage)
         loss = POLICY_LOSSES.checked(algorithm.policy_loss)
+        problem = self._needs_zero_advantage
+        if problem and self.update.zero_advantage == "skip":
+            raise ValueError(
+                f"update.zero_advantage is `skip`, but {problem}, which gives samples without an "
+                "advantage a gradient: set it to `compute`, or leave it out"
+            )
         AGGREGATIONS.checked(algorithm.aggregation)
         KL_ESTIMATORS.checked({"name": algorithm.kl.estimator})
         if estimator is not None and estimator.needs_groups and rollout.group_size < 2:
@@ -263,6 +269,24 @@ class RunConfig(Settings):
         return self.rollout.dtype == "float32" and self.update.precision == "fp32"
 
     @property
+    def skips_zero_advantage(self) -> bool:
+        """True when nothing is computed of samples without an advantage."""
+        return self.update.zero_advantage != "compute" and not self._needs_zero_advantage
+
+    @property
+    def _needs_zero_advantage(self) -> str:
+        """The setting by which samples without an advantage may have a gradient; empty: none."""
+        algorithm = self.algorithm
+        if algorithm.kl.placement == "loss":
+            return "algorithm.kl.placement is `loss`"
+        if algorithm.entropy_coefficient:
+            return "algorithm.entropy_coefficient is not 0"
+        loss = POLICY_LOSSES.checked(algorithm.policy_loss)
+        if loss is None or loss.zero_without_advantage:
+            return ""
+        return f"algorithm.policy_loss is {algorithm.policy_loss['name']!r}"
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """True when the trainer scores the episodes before its first optimizer step."""
         steps = self.update.epochs * self.update.minibatches
@@ -297,6 +321,10 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
         for name in _SUPERVISION if played else ():
             del played[name]
+    update = whole.get("update", {})
+    if update.get("zero_advantage") is None:
+        # Keys of runs that were begun before the setting existed stay as they are.
+        update.pop("zero_advantage", None)
     return {name: look_up(whole, name) for name in names}
 
 

@@ -68,6 +68,14 @@ class UpdateConfig(Settings):
     )
     epochs: int = Field(default=1, ge=1, description="Passes over the episodes of an iteration.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps in each epoch.")
+    zero_advantage: Literal["skip", "compute"] | None = Field(
+        default=None,
+        description="Samples whose advantage is 0 at every trained token. skip: they stay in "
+        "denominators and counts, and nothing is computed of them; a twentieth, drawn by seed, is "
+        "computed for the mismatch and the entropy. compute: they are computed like all others. "
+        "None: skip where it changes no gradient, with any loss of EARL's without KL and entropy "
+        "in it; else compute.",
+    )
     max_tokens_per_microbatch: int | None = Field(
         default=None,
         ge=1,

@@ -89,6 +89,9 @@ def _measured(
 ) -> Observation:
     deployment = StageDeployment(**manifest.outputs["deployment"])
     candidate, metrics = predictor.candidate_of(deployment), manifest.metrics
+    if skipped := metrics.get("skipped_tokens_share", 0.0):
+        # What the update left out took neither time nor memory.
+        load = load._replace(episodes=max(1, round((1.0 - skipped) * load.episodes)))
     seconds, requests = metrics["seconds"], float(load.episodes)
     if manifest.stage == "rollout":
         rate = decode_rate(predictor.roofline, candidate, load, seconds)

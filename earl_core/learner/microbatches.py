@@ -24,7 +24,7 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.importance import ImportanceCorrection, mismatch_metrics
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.objective import MicrobatchLoss, Objective
-from earl_core.algorithms.policy_losses import POLICY_LOSSES, LossInputs
+from earl_core.algorithms.policy_losses import CLIPPED, POLICY_LOSSES, LossInputs
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import (
@@ -35,6 +35,7 @@ from earl_core.learner.attention.context_parallel import (
 )
 from earl_core.learner.data.packing import Allocate, PackedMicrobatch, TrainingSample, pack
 from earl_core.learner.data.samples import Minibatch
+from earl_core.learner.data.zero_advantage import Skipped
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.model import PackedTensors
 from earl_core.learner.staging import SentBuffer, Staging
@@ -250,6 +251,7 @@ class UpdateMetrics:
         self._learning_rate = learning_rate
         self._sums: dict[str, torch.Tensor] = {}
         self._norms: list[float] = []
+        self._measured = 0  # steps that had something to measure
         self._log_ratio_max: list[torch.Tensor] = []
         self._pairs: list[tuple[torch.Tensor, np.ndarray]] = []
         self._compared: list[np.ndarray] = []
@@ -305,19 +307,27 @@ class UpdateMetrics:
         self._compared.append(table[table[:, 3] == 1.0])
         return mismatch_metrics(*self._compared[-1].T[:3])
 
-    def step(self, grad_norm: float, seconds: float) -> None:
-        """Close a minibatch: its gradient norm before clipping, and its duration."""
+    def step(self, grad_norm: float, seconds: float, measured: bool) -> None:
+        """Close a minibatch: its gradient norm before clipping, its duration, and whether a trained
+        token of it was computed, on any rank."""
         self._norms.append(grad_norm)
+        self._measured += measured
         self._seconds += seconds
 
-    def summary(self, ranks: Ranks, peaks: dict[str, float]) -> dict[str, float]:
+    def summary(
+        self, ranks: Ranks, peaks: dict[str, float], skipped: Skipped, epochs: int
+    ) -> dict[str, float]:
         """Means over the optimizer steps; counts and rates over the whole update and all ranks.
 
-        peaks: of this rank; the largest of all are in the result. Collective.
+        peaks: of this rank; the largest of all are in the result. skipped: samples of each of the
+        epochs that are in the counts of tokens and in no rate. Collective.
         """
         steps = len(self._norms)
         every = ranks.gather_json(self._own() | {"peaks": peaks})
-        metrics = {name: total / max(1, steps) for name, total in _added(every, "sums").items()}
+        metrics = {
+            name: total / max(1, steps if _is_of_all(name) else self._measured)
+            for name, total in _added(every, "sums").items()
+        }
         if {name for name in metrics if name.startswith("loss/")} == {"loss/policy"}:
             del metrics["loss/policy"]  # the loss has no other part
         if "ratio" in metrics:
@@ -332,6 +342,7 @@ class UpdateMetrics:
         if counts["weighted"]:
             metrics["importance_weight_mean"] = counts["weights"] / counts["weighted"]
         tokens, seconds = counts["tokens"], max(each["seconds"] for each in every)
+        out = epochs * skipped.tokens
         return (
             metrics
             | {
@@ -339,8 +350,9 @@ class UpdateMetrics:
                 "learning_rate": self._learning_rate,
                 "optimizer_steps": float(steps),
                 "microbatches": float(counts["microbatches"]),
-                "tokens": float(tokens),
-                "tokens_trained": float(counts["trained"]),
+                "tokens": float(tokens + out),
+                "tokens_trained": float(counts["trained"] + epochs * skipped.trained),
+                "skipped_tokens_share": out / (tokens + out) if out else 0.0,
                 "tokens_per_second": tokens / seconds if seconds else 0.0,
                 "shared_prefix_share": 1.0 - counts["packed"] / tokens if tokens else 0.0,
                 "padding_share": 1.0 - counts["own"] / counts["padded"] if tokens else 0.0,
@@ -366,6 +378,11 @@ def _added(every: list[dict[str, Any]], key: str) -> Counter[str]:
     for each in every:
         total.update(each[key])
     return total
+
+
+def _is_of_all(name: str) -> bool:
+    """Tell whether skipped samples are in a mean, with 0, as they are in the loss."""
+    return name in CLIPPED or name.partition("/")[0] == "loss"
 
 
 def _engine_side(packed: PackedMicrobatch) -> np.ndarray:

@@ -22,6 +22,7 @@ from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
+from earl_core.learner.data.zero_advantage import Skipped
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
@@ -187,6 +188,7 @@ class PolicyLearner:
         samples: Sequence[TrainingSample],
         *,
         iteration: int,
+        skipped: Skipped | None = None,
         before_step: BeforeStep | None = None,
         on_step: StepHook | None = None,
         on_progress: Callable[[int, int], None] | None = None,
@@ -195,9 +197,12 @@ class PolicyLearner:
 
         Each epoch visits all samples in `minibatches` parts of whole groups; each part is one
         optimizer step whose gradient does not depend on how it is cut into microbatches, nor on
-        which rank has which sample. iteration counts from 0. before_step is called before each step
-        of the first epoch, on all ranks alike, on_step(index) after each step, and
-        on_progress(trained samples, all samples of this rank) after each microbatch.
+        which rank has which sample. iteration counts from 0. skipped: further samples of the
+        minibatches, equal on all ranks, that add nothing to their gradients (see
+        `zero_advantage`); a minibatch of nothing else is a step as well. before_step is called
+        before each step of the first epoch, on all ranks alike, where anything was measured,
+        on_step(index) after each step, and on_progress(trained samples, all samples of this rank)
+        after each microbatch.
 
         Raises ValueError when a column that the algorithm needs is missing, and
         UpdateRefused, on all ranks, before a step that would destroy the weights.
@@ -207,15 +212,18 @@ class PolicyLearner:
         memory.reset_peak()
         rate = learning_rate(config, iteration, self.iterations)
         self.optimizer.learning_rate = rate
+        skipped = skipped or Skipped()
         metrics = UpdateMetrics(rate)
-        table, own = self._table(samples)
+        table, own = self._table(samples, skipped)
         steps = 0
         for epoch in range(config.epochs):
             minibatches = split_table(
-                table, own, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch
-            )
+                table, own, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
+                skipped=len(skipped.table),
+            )  # fmt: skip
             plans = [self._plan(samples, minibatch.rows) for minibatch in minibatches]
-            counts = self._levelled(plans)
+            # Without a sample the gradient is that of a filler: there, and 0.
+            counts = [max(1, count) for count in self._levelled(plans)]
             for minibatch, plan, count in zip(minibatches, plans, counts, strict=True):
                 self._step(
                     samples, minibatch, plan, count,
@@ -225,7 +233,7 @@ class PolicyLearner:
                 if on_step is not None:
                     on_step(steps)
                 steps += 1
-        return metrics.summary(self._ranks, memory.peak_bytes())
+        return metrics.summary(self._ranks, memory.peak_bytes(), skipped, config.epochs)
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Write a training state that `restore` takes; see `checkpoint.write_training_state`."""
@@ -252,13 +260,20 @@ class PolicyLearner:
         )
 
     @property
+    def whole_episodes(self) -> bool:
+        """True when the losses of an episode's samples depend on each other."""
+        return self._algorithm.whole_episodes
+
+    @property
     def _others_wait(self) -> bool:
         """True when ranks with other samples count on this one even where it has none."""
         return self.mesh.deployment.data_parallel > 1
 
-    def _table(self, samples: Sequence[TrainingSample]) -> tuple[np.ndarray, range]:
-        """Gather the table that decides the minibatches, of all ranks' samples, and the range of
-        this rank's rows."""
+    def _table(
+        self, samples: Sequence[TrainingSample], skipped: Skipped
+    ) -> tuple[np.ndarray, range]:
+        """Gather the table that decides the minibatches, of all ranks' samples and then of the
+        skipped ones, and the range of this rank's rows."""
         parts = self._ranks.gather_rows(sample_table(samples))
         if self._algorithm.whole_episodes and (torn := episodes_on_several(parts)):
             raise ValueError(
@@ -266,7 +281,7 @@ class PolicyLearner:
                 "samples of an episode together: deal whole episodes or groups to the ranks."
             )
         first = sum(map(len, parts[: self._ranks.rank]))
-        return np.concatenate(parts), range(first, first + len(samples))
+        return np.concatenate([*parts, skipped.table]), range(first, first + len(samples))
 
     def _plan(self, samples: Sequence[TrainingSample], rows: Sequence[int]) -> list[list[int]]:
         """Divide the rows into microbatches."""
@@ -332,7 +347,7 @@ class PolicyLearner:
                 with memory.microbatch("update", iteration, number, count, packed.tokens.size):
                     if own and packed.targets.size:
                         self._accumulate(fed, minibatch, metrics, first_pass=first_pass)
-                    elif self._others_wait:
+                    elif self._others_wait or not own:
                         logprobs, _ = self._forward(fed, "none")
                         torch.autograd.backward(logprobs.sum() * 0.0)
                 if own and report is not None:
@@ -352,7 +367,8 @@ class PolicyLearner:
             before_step(mismatch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        metrics.step(norm, time.perf_counter() - began)
+        totals = minibatch.totals
+        metrics.step(norm, time.perf_counter() - began, totals.n_tokens > totals.n_skipped)
 
     def _accumulate(
         self, fed: FedMicrobatch, minibatch: Minibatch, metrics: UpdateMetrics, *, first_pass: bool

@@ -7,7 +7,7 @@ from typing import Any
 
 from earl_core.learner.data.samples import SCORED, training_samples
 from earl_core.learner.memory import guarded, peak_bytes, reset_peak
-from earl_core.learner.update_worker import ModelWorker
+from earl_core.learner.model_worker import ModelWorker
 from earl_core.system import fault_points
 from earl_core.trajectory.schema import REFERENCE_SCHEMA
 

@@ -6,7 +6,6 @@ dirty state reloads what was last restored or saved before anything else; one th
 update but could not save it only saves.
 
 All methods are collective: every rank of the group gets the same call and goes through it alike.
-`ModelWorker` is what it shares with the `reference` worker: a mesh, a reader, a learner.
 """
 
 from __future__ import annotations
@@ -14,39 +13,25 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 import xxhash
-from transformers.utils import logging as transformers_logging
 
-from earl_core.config import ConfigError, RunConfig
-from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.data.samples import (
-    TRAINED,
-    RankReader,
-    RowCost,
-    Split,
-    by_minibatch,
-    training_samples,
-)
+from earl_core.learner.data.samples import TRAINED, by_minibatch, training_samples
+from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
 from earl_core.learner.measure_update import measure_training
-from earl_core.learner.memory import Parking, guarded
-from earl_core.learner.parallel.mesh import create_mesh, leave_world
-from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.memory import guarded
+from earl_core.learner.model_worker import ModelWorker, update_settings
 from earl_core.learner.reshard import reshard
-from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.policy_versions import INITIAL_VERSION, assigned
-from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
 from earl_core.system.memory import give_back_free_memory
@@ -58,115 +43,6 @@ from earl_core.weights.manifest import config_digest
 from earl_core.weights.publish import publish
 
 logger = logging.getLogger(__name__)
-
-
-class ModelWorker(RunWorker):
-    """One rank of a group that holds the model."""
-
-    stage: ClassVar[str]
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._mesh = create_mesh(self._deployment, self._peers.memories(self._hosts))
-        self._ranks = Ranks(self._mesh)
-        self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._config))
-        with guarded(self.stage):
-            self._learner = self._build_learner()
-        self._parking = Parking()
-
-    def close(self) -> None:
-        """Disconnect from the other ranks."""
-        self._mesh.close()
-        leave_world()
-
-    def offload(self) -> dict[str, Any]:
-        """Give the device's memory back between stages; without a GPU it does nothing."""
-        weights = [each.tensor for each in slices_of(self._learner.named_weights())]
-        states = [t for entry in self._learner.optimizer.state.values() for t in entry.values()]
-        return {"bytes": self._parking.give([*weights, *states])}
-
-    def reload(self) -> dict[str, Any]:
-        """Take it again, before anything else is called."""
-        self._parking.take()
-        return {}
-
-    def _open(
-        self,
-        manifests: list[dict[str, Any]],
-        columns: Sequence[str],
-        split: Split | None = None,
-        link_bytes: float = 0.0,
-    ) -> Batch:
-        """Open this rank's rows of the last manifest; see `RankReader.open`. An error is
-        everyone's."""
-
-        def read() -> Batch:
-            sealed = self._manifests(manifests)
-            return self._reader.open(sealed, self._mesh, columns, split, link_bytes)
-
-        return self._ranks.do(read)
-
-    def _publish_scores(
-        self, batch: Batch, schema: pa.Schema, on_progress: Callable[[int, int], None] | None = None
-    ) -> ShardEntry:
-        """The model's log-probs of the batch's trained tokens as a completed shard.
-
-        schema: `sample_id` and one token column, which is scored in place, so that nothing is
-        copied. Raises `PoolFull` when the shard does not fit.
-        """
-        (name,) = (name for name in schema.names if name != "sample_id")
-        samples, store = training_samples(batch), self._reader.reads.store
-        with store.create(
-            stage=self.stage,
-            iteration=self._context.iteration or 0,
-            rank=self._context.rank,
-            schema=schema,
-            rows=len(samples),
-            lengths={name: np.array([len(sample.tokens) for sample in samples], dtype=np.int64)},
-        ) as writer:
-            writer.values("sample_id")[:] = batch.rows
-            self._learner.score(samples, on_progress, writer.rows(name))
-            return store.complete(writer.seal())
-
-    def _build_learner(self) -> PolicyLearner:
-        """A learner as the deployment says, on this rank of the mesh."""
-        transformers_logging.disable_progress_bar()
-        config, deployment = self._config, self._deployment
-        return PolicyLearner(
-            config.model,
-            update_settings(config, deployment),
-            config.algorithm,
-            temperature=config.rollout.temperature,
-            iterations=config.iterations,
-            seed=config.seed,
-            mesh=self._mesh,
-            logits_chunk_tokens=deployment.logits_chunk_tokens or None,
-            offload_optimizer=deployment.offload_optimizer,
-        )
-
-    def _report(self, done: int, samples: int) -> None:
-        if self._context.rank == 0:
-            self._context.report({"samples_done": done, "samples": samples})
-
-
-def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateConfig:
-    """The run's settings of the update, with those that the deployment decides."""
-    return config.update.model_copy(
-        update={
-            "threads": deployment.threads,
-            "activation_checkpointing": deployment.activation_checkpointing,
-            "max_tokens_per_microbatch": deployment.max_tokens_per_microbatch
-            or config.update.max_tokens_per_microbatch,
-        }
-    )
-
-
-def _row_cost(config: RunConfig) -> RowCost:
-    try:
-        return RowCost.of(read_model_shape(Path(config.model.path)))
-    except ConfigError:
-        # A model whose numbers have other names is balanced by tokens.
-        return RowCost()
 
 
 class LearnerWorker(ModelWorker):
@@ -315,16 +191,23 @@ class LearnerWorker(ModelWorker):
             self._dirty = True
             fault_points.point(f"update.step{index}", iteration)
 
-        split = by_minibatch(
-            self._config.update.minibatches, seed=self._config.seed, iteration=iteration
-        )
         shards: list[ShardEntry] = []
+        skipped = Skipped()
         with ExitStack() as leases:
             samples: list[TrainingSample] = []
             old = None
             # Without a row there is no shard: the update then is one without a step.
             if self._manifests(manifests)[-1].shards:
-                batch = leases.enter_context(self._open(manifests, TRAINED, split, link_bytes))
+                skipped = self._skipped(manifests, iteration, link_bytes)
+                split = by_minibatch(
+                    self._config.update.minibatches,
+                    seed=self._config.seed,
+                    iteration=iteration,
+                    skipped=skipped.table,
+                )
+                out = skipped.table[:, 0]
+                batch = self._open(manifests, TRAINED, split, link_bytes, without=out)
+                leases.enter_context(batch)
                 if self._config.needs_old_logprobs:
                     shards, old = self._score(batch, iteration, leases)
                 samples = training_samples(batch, old, self._version)
@@ -332,6 +215,7 @@ class LearnerWorker(ModelWorker):
             metrics = self._learner.update(
                 samples,
                 iteration=iteration,
+                skipped=skipped,
                 before_step=lambda mismatch: watch.check(mismatch, iteration),
                 on_step=on_step,
                 on_progress=self._report,
@@ -351,6 +235,19 @@ class LearnerWorker(ModelWorker):
             "shards": [entry.model_dump(mode="json") for entry in shards],
         }
         return steps
+
+    def _skipped(
+        self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float
+    ) -> Skipped:
+        """Choose the samples that nobody reads further; each replica looks at the advantages of a
+        part of all rows."""
+        if not self._config.skips_zero_advantage:
+            return Skipped()
+        with self._open(manifests, ADVANTAGES, None, link_bytes) as batch:
+            own = advantage_table(batch)
+        table = np.concatenate(Ranks(self._mesh, "data_parallel").gather_rows(own))
+        whole, seed = self._learner.whole_episodes, self._config.seed
+        return choose(table, whole_episodes=whole, seed=seed, iteration=iteration)
 
     def _score(
         self, batch: Batch, iteration: int, leases: ExitStack

@@ -107,6 +107,8 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
     ("*/stage_seconds", f"{SPEED}/seconds_*", "s", "What a stage took, seen by the flow"),
     ("update/tokens_per_second", f"{SPEED}/tokens_per_second_update", "tokens/s",
      "Tokens that the update computed, all ranks together"),
+    ("update/skipped_tokens_share", f"{SPEED}/skipped_tokens_share", "share",
+     "Share of the update's tokens in samples without advantage, which it did not compute"),
     ("rollout/environment_share", f"{SPEED}/environment_share", "share",
      "Share of the rollout in which episodes wait for environments and tools"),
     ("rollout/tool_calls", f"{SPEED}/tool_calls", "calls", "Tool calls"),

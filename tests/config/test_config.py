@@ -7,12 +7,14 @@ import subprocess
 import sys
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from earl_core.algorithms.policy_losses import LossInputs, PolicyLoss
 from earl_core.config import ConfigError, dump_config, load_config, parse_config
 from earl_core.config.load import RECIPES
 from earl_core.config.table import resolved_rows
@@ -39,6 +41,13 @@ def with_(**changes: object) -> dict[str, object]:
     return merged
 
 
+class OwnLoss(PolicyLoss):
+    """A loss that says nothing about tokens without an advantage."""
+
+    def per_token(self, inputs: LossInputs) -> tuple[Any, dict[str, Any]]:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -57,6 +66,24 @@ def with_(**changes: object) -> dict[str, object]:
         (
             with_(algorithm={"policy_loss": "dppo", "importance_correction": {"cap": 2.0}}),
             "'dppo' corrects for the engine's log-probs itself",
+        ),
+        (
+            with_(
+                algorithm={"kl": {"placement": "loss", "coefficient": 0.1}},
+                update={"zero_advantage": "skip"},
+            ),
+            "kl.placement is `loss`, which gives samples without an advantage a gradient: set it",
+        ),
+        (
+            with_(algorithm={"entropy_coefficient": 0.1}, update={"zero_advantage": "skip"}),
+            "but algorithm.entropy_coefficient is not 0, which",
+        ),
+        (
+            with_(
+                algorithm={"policy_loss": "tests.config.test_config:OwnLoss"},
+                update={"zero_advantage": "skip"},
+            ),
+            "but algorithm.policy_loss is 'tests.config.test_config:OwnLoss', which",
         ),
         (
             with_(rollout__max_tokens_per_turn=9, rollout__max_tokens_per_episode=5),
@@ -113,6 +140,26 @@ def with_(**changes: object) -> dict[str, object]:
 def test_bad_configurations_say_what_to_change(raw: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "skips"),
+    [
+        ({}, True),
+        ({"policy_loss": "gspo", "importance_correction": {}}, True),
+        ({"kl": {"placement": "reward", "coefficient": 0.1}}, True),
+        ({"kl": {"placement": "loss", "coefficient": 0.1}}, False),
+        ({"entropy_coefficient": 0.1}, False),
+        ({"policy_loss": "tests.config.test_config:OwnLoss"}, False),
+    ],
+)
+def test_samples_without_advantage_are_skipped_where_that_is_exact(
+    algorithm: dict[str, Any], skips: bool
+) -> None:
+    given = with_(algorithm=algorithm)
+    assert parse_config(given).skips_zero_advantage is skips
+    given["update"] = {"zero_advantage": "compute"}
+    assert not parse_config(given).skips_zero_advantage
 
 
 def test_every_problem_is_listed_at_once() -> None:

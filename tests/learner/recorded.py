@@ -26,14 +26,18 @@ GROUP_SIZE = 2
 
 @dataclass
 class Recorded:
-    """A run directory with a model and, for each iteration asked for, its sealed manifests."""
+    """A run directory with a model and, for each iteration asked for, its sealed manifests.
+
+    alike: groups whose episodes have no advantage.
+    """
 
     root: Path
     config: dict[str, Any]
+    alike: tuple[int, ...] = ()
     groups: list[WorkerGroup] = field(default_factory=list)
 
     @classmethod
-    def make(cls, root: Path, **update: Any) -> Recorded:
+    def make(cls, root: Path, alike: tuple[int, ...] = (), **update: Any) -> Recorded:
         save_model("llama", root / "model")
         (root / "run").mkdir()
         write_record(root / "run", {"uid": "0123456789ab"})
@@ -63,7 +67,7 @@ class Recorded:
             },
             "dispatch": {"directory": str(root / "shm")},
         }
-        return cls(root, config)
+        return cls(root, config, alike)
 
     @property
     def store(self) -> ShardStore:
@@ -118,10 +122,14 @@ class Recorded:
     ) -> ShardEntry:
         schema = {"reference": REFERENCE_SCHEMA, "advantage": ADVANTAGE_SCHEMA}[stage]
         rows = [sample for episode in episodes for sample in episode.samples]
+        groups = [episode.group_id for episode in episodes for _ in episode.samples]
         ids = [e.episode_id << 16 | k for e in episodes for k in range(len(e.samples))]
         values = [draw.normal(size=len(sample.tokens)) for sample in rows]
         if stage == "advantage":
-            values = [np.full(len(sample.tokens), draw.normal()) for sample in rows]
+            values = [
+                np.full(len(sample.tokens), draw.normal() * (group not in self.alike))
+                for sample, group in zip(rows, groups, strict=True)
+            ]
         else:
             values = [value * 0.3 - 3.7 for value in values]
         return write_columns(

@@ -74,12 +74,13 @@ class RankReader:
         columns: Sequence[str],
         split: Split | None = None,
         link_bytes: float = 0.0,
+        without: np.ndarray | None = None,
     ) -> Batch:
         """The rank's rows of the last manifest, with those of `columns` that any manifest has.
 
         The batch may be empty. Raises what `join`, `plan_rows` and `Batch` raise.
         """
-        plan = self.plan(manifests, mesh, columns, split, link_bytes)
+        plan = self.plan(manifests, mesh, columns, split, link_bytes, without)
         return self.reads.open(plan, mesh.rank)
 
     def plan(
@@ -89,9 +90,11 @@ class RankReader:
         columns: Sequence[str],
         split: Split | None = None,
         link_bytes: float = 0.0,
+        without: np.ndarray | None = None,
     ) -> DispatchPlan:
         """Plan the rows that each rank reads; equal on all ranks. split: into parts that are
-        balanced one by one. link_bytes: see `Layout`.
+        balanced one by one. link_bytes: see `Layout`. without: sample_ids of rows that nobody
+        reads.
 
         An episode is whole on one replica, so that losses over whole episodes are. So is a group if
         that keeps the replicas as even as the layout asks: its episodes begin alike, and the tokens
@@ -99,6 +102,8 @@ class RankReader:
         """
         there = {name for manifest in manifests for name in manifest.column_names()}
         sources = join(manifests, [name for name in columns if name in there])
+        if without is not None:
+            sources = sources.take(np.flatnonzero(~np.isin(sources.rows, without)))
         layout = replace(self._layout(mesh.deployment), link_bytes=link_bytes)
         if mesh.deployment.data_parallel == 1:
             return plan_rows(sources, layout)
@@ -130,15 +135,20 @@ class RankReader:
             return batch.scalars("group_id")
 
 
-def by_minibatch(count: int, *, seed: int, iteration: int) -> Split:
+def by_minibatch(
+    count: int, *, seed: int, iteration: int, skipped: np.ndarray | None = None
+) -> Split:
     """Parts that are the minibatches of the first epoch, after each of which the ranks meet.
 
-    Later epochs deal the groups out anew: they are balanced as far as chance does it.
+    skipped: rows of `sample_table` that are in the minibatches too, and are not to be split. Later
+    epochs deal the groups out anew: they are balanced as far as chance does it.
     """
 
     def split(rows: np.ndarray, groups: np.ndarray) -> np.ndarray:
         columns = [rows, groups, rows >> SAMPLE_BITS, np.ones_like(rows)]
         table = np.stack(columns, axis=1)
+        if skipped is not None:
+            table = np.concatenate([table, skipped])
         parts = np.zeros(len(rows), dtype=np.int64)
         everything = range(len(rows))
         minibatches = split_table(table, everything, count, seed=seed, iteration=iteration, epoch=0)
@@ -205,9 +215,9 @@ def _current_tokens(batch: Batch, policy_version: int) -> list[np.ndarray] | Non
 class Minibatch:
     """The samples of one optimizer step.
 
-    rows: indices into the update's samples, those of this rank. totals: its trained tokens, and
-    episodes with any, over all ranks. token_counts: trained tokens of each of its episodes over
-    all its samples.
+    rows: indices into the update's samples, those of this rank; none where all are skipped.
+    totals: its trained tokens, and episodes with any, over all ranks. token_counts: trained tokens
+    of each of its episodes over all its samples.
     """
 
     rows: tuple[int, ...]
@@ -234,11 +244,19 @@ def episodes_on_several(tables: Sequence[np.ndarray]) -> list[int]:
 
 
 def split_table(
-    table: np.ndarray, own: range, count: int, *, seed: int, iteration: int, epoch: int
+    table: np.ndarray,
+    own: range,
+    count: int,
+    *,
+    seed: int,
+    iteration: int,
+    epoch: int,
+    skipped: int = 0,
 ) -> list[Minibatch]:
     """Cut the samples into at most `count` minibatches of whole groups.
 
-    table: `sample_table` of all ranks' samples; own: which of its rows are this rank's.
+    table: `sample_table` of all ranks' samples; own: which of its rows are this rank's; skipped:
+    how many of the last ones are nobody's.
     Groups are put in an order hashed from (seed, iteration, epoch, group), so the split depends
     on nothing else, least of all on which rank has which sample, and are dealt out in equal numbers
     as far as possible. With fewer groups than `count` there are fewer minibatches. Rows keep their
@@ -260,6 +278,7 @@ def split_table(
         counts = dict(zip(episodes.tolist(), sums.astype(np.int64).tolist(), strict=True))
         if any(counts.values()):
             mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
-            totals = Totals.from_token_counts(counts.values())
+            out = int(trained[rows[rows >= len(table) - skipped]].sum())
+            totals = Totals.from_token_counts(counts.values(), out)
             minibatches.append(Minibatch(tuple(mine.tolist()), totals, counts))
     return minibatches

@@ -46,11 +46,11 @@ class Observation(Settings):
     started, `resharded`: those that ran exchanged their state.
 
     context, longest: mean tokens of an episode, and of the longest (of `context_overflow`: the
-    tokens that the engine had no room for). requests: episodes offered to one engine, or samples of
-    a training stage. tokens_per_second: as `ProfilePoint` has it. seconds: of the stage's work, or
-    of the switch. peak_bytes: of one device or rank; of `out_of_memory`: what was not enough.
-    formula_bytes: what the uncalibrated memory formula said for the same. reserved_bytes: of
-    the host or of a GPU, what others held.
+    tokens that the engine had no room for). requests: episodes offered to one engine, or samples
+    that a training stage computed. tokens_per_second: as `ProfilePoint` has it. seconds: of the
+    stage's work, or of the switch. peak_bytes: of one device or rank; of `out_of_memory`: what was
+    not enough. formula_bytes: what the uncalibrated memory formula said for the same.
+    reserved_bytes: of the host or of a GPU, what others held.
     """
 
     iteration: int = Field(ge=0)
