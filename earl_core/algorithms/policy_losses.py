@@ -73,8 +73,8 @@ class PolicyLoss(Registered, ABC):
     """Interface of every policy loss.
 
     Attributes:
-        zero_without_advantage: True when a token whose advantage is 0 has no loss and no gradient,
-            and changes those of no other token but the ones of its episode.
+        zero_without_advantage: True when a token whose advantage is 0 has no loss, no gradient and
+            a ``clip_fraction`` of 0, and changes those of no other token, save its episode's.
     """
 
     zero_without_advantage: ClassVar[bool] = False
@@ -238,7 +238,7 @@ class CISPO(PolicyLoss):
         diagnostics = _diagnostics(inputs)
         ratio, most = diagnostics["ratio"], 1.0 + self.clip_high
         loss = -ratio.clamp(max=most) * inputs.advantages.float() * inputs.logprobs.float()
-        diagnostics["clip_fraction"] = (ratio > most).float()
+        diagnostics["clip_fraction"] = ((ratio > most) & (inputs.advantages != 0)).float()
         return inputs.weighted(loss), diagnostics
 
 
