@@ -36,6 +36,7 @@ from earl_core.learner import policy_learner, token_logprobs
 from earl_core.learner.attention import attention_plan, varlen_cuda
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.samples import split_table
+from earl_core.learner.data.zero_advantage import Skipped
 from earl_core.learner.microbatches import UpdateMetrics
 from earl_core.learner.model import settle
 from earl_core.learner.parallel.mesh import ALONE, UpdateMesh
@@ -150,7 +151,7 @@ def _learner(cell: Cell) -> PolicyLearner:
 
 def _step(learner: PolicyLearner, samples: Sequence[TrainingSample]) -> None:
     """One optimizer step over all samples, without the metrics that need their values."""
-    table, own = learner._table(samples)
+    table, own = learner._table(samples, Skipped())
     [minibatch] = split_table(table, own, 1, seed=0, iteration=0, epoch=0)
     plan = learner._plan(samples, minibatch.rows)
     learner._step(
