@@ -162,16 +162,26 @@ def test_engines_come_and_go_and_change_nothing(
 
 def kill_the_idle_engine_too(controller: RunController, folder: Path) -> None:
     """SIGKILL to the engine of two whose games are over, then to the one whose games are held."""
+    before = sealed(controller)
     groups = [controller.groups.live("rollout", member) for member in range(2)]
     while not (held := list(folder.glob("held-*"))):
         time.sleep(0.02)
     parents = {p.pid for p in psutil.Process(int(held[0].name.split("-")[1])).parents()}
     (idle,) = [group for group in groups if group and not parents & set(group.pids)]
-    # Idle is who has told of its games, which is later than their shard.
-    while idle._busy:
+    # Idle is who has told of its games, which is later than their shard; who is not busy before
+    # that has not begun.
+    while not (sealed(controller) - before) or idle._busy:
         time.sleep(0.02)
     os.kill(idle.pids[0], signal.SIGKILL)
+    # A call that comes before the loss is known fails with it.
+    while not idle.silent_loss:
+        time.sleep(0.02)
     kill_the_held_engine(controller, folder)
+
+
+def sealed(controller: RunController) -> set[str]:
+    """Names of the shards that lie in the run's store."""
+    return {path.name for path in controller.run.store.directory.glob("*.arrow")}
 
 
 def kill_the_held_engine(controller: RunController, folder: Path, child: str = "") -> None:
