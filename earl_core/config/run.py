@@ -30,6 +30,7 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
 from earl_core.config.reward import RewardConfig
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.schedule import ScheduleConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import (
     CheckpointConfig,
@@ -113,6 +114,10 @@ class RunConfig(Settings):
     stages: StagesConfig = Field(
         default=StagesConfig(),
         description="Parallelism of rollout and update; by default all GPUs are used.",
+    )
+    schedule: ScheduleConfig = Field(
+        default=ScheduleConfig(),
+        description="Overlap of iterations; by default each begins when the one before has ended.",
     )
     selector: SelectorConfig = Field(
         default=SelectorConfig(),
@@ -231,6 +236,9 @@ class RunConfig(Settings):
                 f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
                 "needs a prompt of its own"
             )
+        corrected = algorithm.importance_correction is not None
+        # A loss of somebody's own that cannot be imported here is trusted.
+        self.schedule.check(self.iterations, corrected or loss is None or loss.from_rollout)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages)
@@ -253,6 +261,12 @@ class RunConfig(Settings):
             return self.played
         options = {**self.environment.options, **self.evaluation.options}
         return {"": self.environment.model_copy(update={"options": options})}
+
+    def evaluates(self, version: int) -> bool:
+        """True when this policy version is evaluated; the first and the last always are, so that
+        the curve has both ends."""
+        every = self.evaluation.every
+        return bool(every) and (version % every == 0 or version == self.iterations)
 
     @property
     def needs_reference(self) -> bool:

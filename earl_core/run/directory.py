@@ -11,6 +11,7 @@ runs/<name>/
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
+  weights/                       older versions that rollouts to come play, if they are stale
   logs/attempt_1/                worker logs
 """
 
@@ -77,7 +78,7 @@ class RunDirectory:
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
         self.config = config
-        self.versions = PolicyVersions(path)
+        self.versions = PolicyVersions(path, config.schedule.staleness)
         self._record_lock = threading.Lock()
         self._lock = RunLock(path)
         self._store_lock: FileLock | None = None
@@ -289,16 +290,22 @@ class RunDirectory:
         self.release_through(iteration)
 
     def prune_checkpoints(self) -> None:
-        """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, and
-        unfinished ones.
+        """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, those
+        that are still to be evaluated, and unfinished ones.
 
         One that is held (`holding_checkpoint`) goes at the next pruning.
         """
         stable = self.stable_iterations()
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, self.best_stable())
+        kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
         for iteration in stable:
             if iteration not in kept:
                 remove_checkpoint(self.checkpoint_path(iteration))
+
+    def _to_evaluate(self, version: int) -> bool:
+        return (
+            self.config.evaluates(version) and not self.stage_path(version, "evaluation").is_file()
+        )
 
     def release_through(self, iteration: int) -> None:
         """Release the shards that nobody needs once a checkpoint covers this iteration."""
