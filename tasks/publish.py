@@ -41,9 +41,9 @@ def input_weights(
     """The sealed weights that this iteration's rollout plays with, published again if lost.
 
     They are the publish step's of the iteration that made them, or the initial model's, published
-    by the same path under the stage name `initial` of iteration 0. reader: the stage, `rollout` or
-    `evaluation`. Raises `StateLost` for a version that no learner holds any more and that was not
-    saved.
+    by the same path under the stage name `initial` of iteration 0. reader: the stage that needs a
+    version: `rollout`, `evaluation`, or `update` for the one that it trains. Raises `StateLost` for
+    a version that no learner holds any more and that was not saved.
     """
     versions = controller.run.versions
     version = versions.of_stage(iteration, reader)

@@ -9,6 +9,7 @@ from earl_core.control.learner import call_learner, ensure_learner
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch, load_of
 from earl_core.run.policy_versions import MADE
+from tasks.publish import input_weights
 from tasks.stage import StageInputs, stage_task
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,9 @@ def update(given: StageInputs) -> dict[str, Any]:
     watch = StageWatch(controller, deployment, iteration)
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
+        if controller.config.schedule.staleness:
+            # Rollouts to come play this version, too, which nobody holds after the update.
+            input_weights(controller, deployment, iteration, "update")
         if not controller.hardware.gpus:
             # With GPUs whoever asks for a learner has made room already.
             controller.groups.make_room("update", deployment)
