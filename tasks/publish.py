@@ -55,7 +55,7 @@ def input_weights(
     if known is not None and carried(known) == version:
         if weights_exist(controller, known):
             return known
-        if (lying := saved(controller.run, known)) is not None:
+        if (lying := saved(controller.run.path, known)) is not None:
             return lying
     if version < versions.before(iteration) and controller.learners["update"].version != version:
         raise StateLost(

@@ -16,6 +16,7 @@ from typing import Any
 
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.run.directory import RunDirectory
+from earl_core.run.policy_versions import carried
 from earl_core.system.files import make_directory, remove, writing_atomic
 
 FOLDER = "weights"
@@ -27,24 +28,32 @@ def save_versions(run: RunDirectory, iteration: int) -> None:
     checkpoint holds. Raises `ManifestError` for one that is nowhere."""
     for version in run.versions.to_play(iteration):
         published = run.manifest(*run.versions.publication(version))
-        for file in published.outputs["weights"]["files"]:
-            target = _place(run, published, file)
-            if target.is_file():
-                continue
-            source = run.store.directory / Path(file["path"]).name
-            try:
-                make_directory(target.parent, mode=0o700)
-                with (
-                    source.open("rb") as read,
-                    writing_atomic(target) as descriptor,
-                    os.fdopen(descriptor, "wb", closefd=False) as write,
-                ):
-                    shutil.copyfileobj(read, write, 1 << 24)
-            except FileNotFoundError as error:
-                raise ManifestError(
-                    f"the weights of policy version {version}, which rollouts to come play, are "
-                    f"not in {run.store.directory}"
-                ) from error
+        hand_over(published, run.path, run.store.directory, run.path)
+
+
+def hand_over(published: Manifest, run: Path, shared: Path, target: Path) -> None:
+    """Copy published weights of a run, from its directory or else from shared memory, to the copies
+    of the run directory `target`. Raises `ManifestError` where they are in neither."""
+    for file in published.outputs["weights"]["files"]:
+        copied = _place(target, published, file)
+        if copied.is_file():
+            continue
+        source = _place(run, published, file)
+        if not source.is_file():
+            source = shared / Path(file["path"]).name
+        try:
+            make_directory(copied.parent, mode=0o700)
+            with (
+                source.open("rb") as read,
+                writing_atomic(copied) as descriptor,
+                os.fdopen(descriptor, "wb", closefd=False) as write,
+            ):
+                shutil.copyfileobj(read, write, 1 << 24)
+        except FileNotFoundError as error:
+            raise ManifestError(
+                f"the weights of policy version {carried(published)}, which are still to be "
+                f"played, are neither in {source.parent} nor in {run / FOLDER}"
+            ) from error
 
 
 def prune_versions(run: RunDirectory, covered: Iterable[int]) -> None:
@@ -56,7 +65,7 @@ def prune_versions(run: RunDirectory, covered: Iterable[int]) -> None:
             remove(path)
 
 
-def saved(run: RunDirectory, published: Manifest) -> Manifest | None:
+def saved(run: Path, published: Manifest) -> Manifest | None:
     """The manifest of published weights with the files that lie on disk; None where they do not.
 
     The bytes are not looked at: whoever loads them compares their digest.
@@ -71,8 +80,8 @@ def saved(run: RunDirectory, published: Manifest) -> Manifest | None:
     return published.model_copy(update={"outputs": {**published.outputs, "weights": weights}})
 
 
-def _place(run: RunDirectory, published: Manifest, file: dict[str, Any]) -> Path:
+def _place(run: Path, published: Manifest, file: dict[str, Any]) -> Path:
     # An update that was done again may have made others of the same number.
     lying = Path(file["path"])
     name = f"{lying.stem}-{published.outputs['weights']['digest']}{lying.suffix}"
-    return (run.path / FOLDER / name).absolute()
+    return (run / FOLDER / name).absolute()
