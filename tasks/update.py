@@ -52,7 +52,12 @@ def update(given: StageInputs) -> dict[str, Any]:
     warning = controller.config.mismatch_watch.warning(result["metrics"], iteration)
     if warning:
         logger.warning("%s", warning)
-    metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("update")}
+    age = run.versions.before(iteration) - given.manifests["rollout"].policy_version
+    metrics = {
+        **result["metrics"],
+        "age": age,
+        "peak_bytes": controller.groups.peak_bytes("update"),
+    }
     outputs = watch.measured(metrics) if result["steps_applied"] else {}
     return {
         "shards": result["shards"],

@@ -20,7 +20,7 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
-from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.algorithm import AlgorithmConfig, ImportanceConfig
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -339,6 +339,10 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if update.get("zero_advantage") is None:
         # Keys of runs that were begun before the setting existed stay as they are.
         update.pop("zero_advantage", None)
+    correction = whole.get("algorithm", {}).get("importance_correction") or {}
+    for name in ("low", "outside"):
+        if correction.get(name) == getattr(ImportanceConfig(), name):
+            del correction[name]
     return {name: look_up(whole, name) for name in names}
 
 
