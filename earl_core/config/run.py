@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -45,6 +46,9 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stages import STAGE_SETTINGS
 from earl_core.system.files import canonical_json
 from earl_core.system.settings import Place, Settings
+
+KEPT_ANCESTOR = "ancestor"
+"""The folder of a run directory that holds a copy of its ancestor's model."""
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
 """Names that Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
@@ -235,6 +239,14 @@ class RunConfig(Settings):
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages)
         return self
+
+    @property
+    def initial_model(self) -> ModelConfig:
+        """The model of policy version 0, as the run's processes load it: of a run with an ancestor
+        the copy in its directory."""
+        if self.model.ancestor is None:
+            return self.model
+        return self.model.at(Path(self.runs_directory, self.name, KEPT_ANCESTOR, "model"))
 
     @property
     def played(self) -> Mapping[str, EnvironmentConfig]:

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig
+from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_ancestor
 from earl_core.control.device_figures import figures_for
 from earl_core.control.hardware import open_cluster, with_network
 from earl_core.control.learner_handle import LearnerHandle
@@ -180,8 +181,9 @@ class RunController:
         self._held.callback(lambda: self.tracker.close(self._status))
 
     def _made_model(self) -> ModelShape:
-        what = "downloading" if self.config.model.from_hub else "building"
-        self.listener("model", 0, {what: self.config.model.path})
+        model = self.config.model.made
+        what = "downloading" if model.from_hub else "building"
+        self.listener("model", 0, {what: model.path})
         deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
         surely(
             lambda: self.groups.call(deployment, "model", "build", self.next_iteration()),
@@ -189,6 +191,7 @@ class RunController:
             self.stop_requested.is_set,
         )
         self.groups.retire("model", 0)
+        keep_ancestor(self.run, find_ancestor(self.config))
         return fitting_model(self.config, self.hardware)
 
     def start_ahead(self, plan: DeploymentPlan) -> None:
@@ -286,10 +289,12 @@ def open_controller(
 def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
-        found = preflight(config, cluster)
-        found.precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
-        take_newest_whole(Path(config.runs_directory) / config.name)
-        run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
+        with held_ancestor(config) as ancestor:
+            found = preflight(config, cluster, ancestor)
+            found.precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
+            take_newest_whole(Path(config.runs_directory) / config.name)
+            run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
+            keep_ancestor(run, ancestor)
         found.precision.keep(run)
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
         controller = RunController(run, cluster, found, listener, here)

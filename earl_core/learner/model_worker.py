@@ -99,7 +99,7 @@ class ModelWorker(RunWorker):
         transformers_logging.disable_progress_bar()
         config, deployment = self._config, self._deployment
         return PolicyLearner(
-            config.model,
+            config.initial_model,
             update_settings(config, deployment),
             config.algorithm,
             temperature=config.rollout.temperature,
@@ -129,7 +129,7 @@ def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateCon
 
 def _row_cost(config: RunConfig) -> RowCost:
     try:
-        return RowCost.of(read_model_shape(Path(config.model.path)))
+        return RowCost.of(read_model_shape(Path(config.initial_model.path)))
     except ConfigError:
         # A model whose numbers have other names is balanced by tokens.
         return RowCost()

@@ -59,7 +59,7 @@ class LearnerWorker(ModelWorker):
 
     @cached_property
     def _config_digest(self) -> str:
-        model = self._config.model
+        model = self._config.initial_model
         return config_digest(Path(model.path), model.trust_remote_code)
 
     @guarded("update")

@@ -98,6 +98,14 @@ def check_rows(
         )
 
 
+def own_template(directory: Path) -> str:
+    """The chat template of a directory's tokenizer; empty without one."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    return str(_mapping(directory / "tokenizer_config.json").get("chat_template") or "")
+
+
 def _templates(directory: Path) -> str:
     named = _mapping(directory / "tokenizer_config.json").get("chat_template")
     files = [directory / "chat_template.jinja", *directory.glob("additional_chat_templates/*")]

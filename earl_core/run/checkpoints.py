@@ -13,13 +13,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import xxhash
 
 from earl_core.config import ConfigError
+from earl_core.dispatch.shards.manifest import Manifest, ManifestError, read_manifest
 from earl_core.run.policy_versions import PolicyVersions
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import canonical_json, is_regular, read_file, sync
@@ -55,6 +56,27 @@ def best_evaluated(run_directory: Path, returns: Mapping[int, float | None]) -> 
         (mean, version) for version, mean in returns.items() if mean is not None and version in held
     ]
     return held[max(scored)[1]] if scored else None
+
+
+def evaluated(run_directory: Path) -> list[Manifest]:
+    """The sealed evaluations of a run, by ascending policy version; damaged ones are left out."""
+    found: list[Manifest] = []
+    for sealed in sorted((run_directory / "iterations").glob("*/evaluation.json")):
+        with suppress(ManifestError):
+            found.append(read_manifest(sealed))
+    return found
+
+
+def best_checkpoint(run_directory: Path) -> int:
+    """The whole checkpoint that was evaluated best; raises `ConfigError` where none was."""
+    returns = {m.policy_version: m.metrics.get("return/mean") for m in evaluated(run_directory)}
+    found = best_evaluated(run_directory, returns)
+    if found is None:
+        raise ConfigError(
+            f"no checkpoint of {run_directory} was evaluated: take the `last` one, or evaluate "
+            "inside the training with evaluation.every"
+        )
+    return found
 
 
 @contextmanager

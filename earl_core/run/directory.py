@@ -10,6 +10,7 @@ runs/<name>/
   system.jsonl                   how loaded the machine was, while it was tracked
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
+  ancestor/                      a copy of the weights that it began with (`control.ancestor`)
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
   logs/attempt_1/                worker logs
 """
@@ -130,7 +131,7 @@ class RunDirectory:
         if "settings" not in self.record:
             return
         before, now = self.record["settings"], settings_of(self.config)
-        different = [part for part in _IDENTITY if look_up(before, part) != look_up(now, part)]
+        different = [part for part in _IDENTITY if _given(before, part) != _given(now, part)]
         if _played(before) != _played(now):
             different.append("environment")
         if different:
@@ -375,6 +376,14 @@ class RunDirectory:
         if self._store_lock is not None:
             self._store_lock.release()
         self._lock.release()
+
+
+def _given(settings: Mapping[str, Any], part: str) -> Any:
+    """Return a setting, of a section the keys that are set: a run may be older than a key."""
+    value = look_up(dict(settings), part)
+    if isinstance(value, Mapping):
+        return {name: each for name, each in value.items() if each is not None}
+    return value
 
 
 def _played(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
