@@ -14,6 +14,7 @@ from prefect import task
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.algorithm import INITIAL
 from earl_core.control.ancestor import beginning
 from earl_core.control.device_figures import with_cores, with_figures
 from earl_core.control.failure_diagnosis import diagnose
@@ -78,8 +79,10 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     for name in ("network_bandwidth", "fetch_bandwidth"):
         # Measured again by each run: what matters is its order.
         sizes[name] = round(math.log(max(1.0, sizes[name]), 4))
+    others = [text for text in config.references if text != INITIAL]
+    teachers = {"references": others} if others else {}
     return fingerprint(
-        {"format": FORMAT, "model": model.model_dump()},
+        {"format": FORMAT, "model": model.model_dump(), **teachers},
         {
             "engine": rollout.engine,
             "dtype": rollout.dtype,

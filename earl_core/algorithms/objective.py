@@ -64,6 +64,7 @@ class Objective:
         totals: Totals,
         *,
         reference_logprobs: Tensor | None = None,
+        kl_coefficient: float | Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> MicrobatchLoss:
         """Loss and metrics of one microbatch of T trained tokens.
@@ -74,6 +75,7 @@ class Objective:
                 [n_episodes].
             totals: Sizes of the whole minibatch.
             reference_logprobs: float [T]; required if there is a KL term.
+            kl_coefficient: In place of the objective's own, of all tokens or float [T].
             entropy: Entropy of each token's distribution in nats, float [T]; required if the
                 bonus is active, else only reported.
 
@@ -89,8 +91,9 @@ class Objective:
                 raise ValueError("The KL term needs `reference_logprobs`; run the reference stage.")
             both = inputs.logprobs.float(), reference_logprobs.float()
             kl = self.kl.loss(*both)
-            total = total + self.kl_coefficient * kl
-            metrics["loss/kl"] = self.kl_coefficient * (weights * kl.detach()).sum()
+            coefficient = self.kl_coefficient if kl_coefficient is None else kl_coefficient
+            total = total + coefficient * kl
+            metrics["loss/kl"] = (coefficient * (weights * kl.detach())).sum()
             diagnostics["reference_kl"] = kl.detach()
             bounded = self.kl.bounded(both[0].detach(), both[1])
             if bounded is not None:

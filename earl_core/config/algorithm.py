@@ -6,15 +6,19 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from earl_core.system.settings import Options, Settings
+from earl_core.system.settings import Options, Place, Settings
 
 
 def _estimator(given: dict[str, Any]) -> str:
     return "k1" if given.get("placement") == "reward" else "k3"
 
 
+INITIAL = "initial"
+"""The reference that is the run's own initial policy."""
+
+
 class KLConfig(Settings):
-    """Kullback-Leibler penalty to the frozen initial policy."""
+    """Kullback-Leibler penalty to a frozen reference: the initial policy, or a teacher."""
 
     placement: Literal["none", "loss", "reward"] = Field(
         default="none",
@@ -33,6 +37,24 @@ class KLConfig(Settings):
         description="Coefficient of the penalty, for each nat and token: in the loss, or in "
         "reward units. It must be 0 with the placement none, and above 0 with the others.",
     )
+
+    reference: Place = Field(
+        default=INITIAL,
+        description="The frozen model: `initial`, a model directory, or a run's checkpoint as in "
+        "`model.from` (`RUN`, `RUN@12`, `RUN@best`). Another model must have the policy's "
+        "vocabulary; its size and architecture are its own.",
+    )
+    until: int | None = Field(
+        default=None,
+        ge=1,
+        description="Iteration at which the coefficient has fallen to 0: that of iteration k is "
+        "coefficient x max(0, 1 - k / until). None: it stays.",
+    )
+
+    def at(self, iteration: int) -> float:
+        """The coefficient of an iteration, from 0."""
+        left = 1.0 if self.until is None else max(0.0, 1.0 - iteration / self.until)
+        return self.coefficient * left
 
 
 class ImportanceConfig(Settings):
@@ -77,6 +99,11 @@ class AlgorithmConfig(Settings):
         description="Coefficient of the entropy bonus, for each nat and token; 0: the entropy is "
         "only measured.",
     )
+
+    def at(self, iteration: int) -> AlgorithmConfig:
+        """The algorithm of an iteration, whose KL coefficient stays."""
+        kl = self.kl.model_copy(update={"coefficient": self.kl.at(iteration), "until": None})
+        return self.model_copy(update={"kl": kl})
 
     @field_validator(
         *("advantage", "policy_loss", "aggregation"),

@@ -112,9 +112,10 @@ class RewardConfig(Settings):
                     f"has {listed}: correct it, or add the function"
                 )
 
-    def check_environments(self, labels: Iterable[str]) -> None:
+    def check_environments(self, labels: Iterable[str], taught: bool) -> None:
         """Raise `ValueError` for functions of environments that a run has not, and where nothing
-        would be rewarded. labels: those of the run, "" for the only one."""
+        would be rewarded. labels: those of the run, "" for the only one. taught: a reference
+        teaches where nothing is rewarded."""
         known = set(labels)
         for each in self.functions:
             if unknown := sorted(set(each.environments) - known):
@@ -123,10 +124,11 @@ class RewardConfig(Settings):
                     f"reward.functions: {each.title!r} is for the environment {unknown[0]!r}, but "
                     f"the run has {listed}: correct it, or leave `environments` out"
                 )
-        for label in known if self.environment_weight == 0 else ():
+        for label in known if self.environment_weight == 0 and not taught else ():
             if not any(each.weight and each.scores(label) for each in self.functions):
                 where = f" in the environment {label!r}" if label else ""
                 raise ValueError(
                     f"reward.environment_weight is 0 and no function has a weight{where}, so every "
-                    "reward would be 0: add a function to reward.functions, or raise the weight"
+                    "reward would be 0: add a function to reward.functions, raise the weight, or "
+                    "learn from a reference alone (algorithm.kl)"
                 )

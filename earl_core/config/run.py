@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -21,7 +23,7 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
-from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.algorithm import INITIAL, AlgorithmConfig
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -188,7 +190,7 @@ class RunConfig(Settings):
             twice = sorted({title for title in titles if titles.count(title) > 1})
             if twice:
                 raise ValueError(f"{what} have the label {twice[0]!r} twice: give each its own")
-        self.reward.check_environments(self.played)
+        self.reward.check_environments(self.played, self.needs_reference)
         for suite in self.evaluation.suites:
             self.reward.check_suite(suite.label, suite.scored_by)
         return self
@@ -249,6 +251,21 @@ class RunConfig(Settings):
         return self.model.at(Path(self.runs_directory, self.name, KEPT_ANCESTOR, "model"))
 
     @property
+    def references(self) -> tuple[str, ...]:
+        """The frozen models that score the episodes, as the settings name them."""
+        return (self.algorithm.kl.reference,) if self.needs_reference else ()
+
+    def reference_model(self, text: str) -> ModelConfig:
+        """One of the `references`, as the run's processes load it."""
+        own = self.initial_model
+        return own if text == INITIAL else own.at(self.teacher(text) / "model")
+
+    def teacher(self, text: str) -> Path:
+        """The folder of the run directory for a reference that is not the initial policy."""
+        folder = xxhash.xxh3_64_hexdigest(text.encode())
+        return Path(self.runs_directory, self.name, "references", folder)
+
+    @property
     def played(self) -> Mapping[str, EnvironmentConfig]:
         """Environments that are trained on, by label; a single environment has none."""
         return self.mixture if self.environment is None else {"": self.environment}
@@ -268,7 +285,7 @@ class RunConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """True when the frozen initial policy must score the episodes."""
+        """True when a frozen model must score the episodes."""
         return self.algorithm.kl.placement != "none"
 
     @property
@@ -317,6 +334,15 @@ _SUPERVISION = (
 """Settings of an environment that decide how it is supervised, not what is played."""
 
 
+_LATER = {
+    "update.zero_advantage": None,
+    "algorithm.kl.reference": INITIAL,
+    "algorithm.kl.until": None,
+}
+"""Settings that are in no key while they have their default: keys of runs that were begun before
+the setting existed stay as they are."""
+
+
 def stage_key(
     config: RunConfig, uid: str, iteration: int, stage: str, inputs: Sequence[str]
 ) -> str:
@@ -333,11 +359,16 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
         for name in _SUPERVISION if played else ():
             del played[name]
-    update = whole.get("update", {})
-    if update.get("zero_advantage") is None:
-        # Keys of runs that were begun before the setting existed stay as they are.
-        update.pop("zero_advantage", None)
-    return {name: look_up(whole, name) for name in names}
+    for name, default in _LATER.items():
+        section, _, key = name.rpartition(".")
+        with suppress(KeyError):
+            if look_up(whole, section)[key] == default:
+                del look_up(whole, section)[key]
+    found = {}
+    for name in names:
+        with suppress(KeyError):
+            found[name] = look_up(whole, name)
+    return found
 
 
 def look_up(mapping: dict[str, Any], dotted: str) -> Any:

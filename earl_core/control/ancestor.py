@@ -68,7 +68,7 @@ def find_ancestor(config: RunConfig) -> Ancestor | None:
         raise RunDamaged(
             f"{run / KEPT_ANCESTOR} is gone, with the weights that the run began with: put it back"
         )
-    found = _found(text, config)
+    found = find_model(text, config)
     if (found.directory / "config.json").is_file():
         _check_agreement(config.model, found, text)
     return found
@@ -101,15 +101,17 @@ def keep_ancestor(run: RunDirectory, ancestor: Ancestor | None) -> None:
     """
     place = run.path / KEPT_ANCESTOR
     if ancestor is not None and (ancestor.directory / "config.json").is_file():
-        _copy(ancestor, place)
+        keep(ancestor, place)
     if not place.is_dir():
         return
-    kept = _read_kept(place)
-    if run.record.get("ancestor") != kept["record"]:
-        run.update_record(ancestor=kept["record"])
+    record = kept_record(place)
+    if run.record.get("ancestor") != record:
+        run.update_record(ancestor=record)
 
 
-def _found(text: str, config: RunConfig) -> Ancestor:
+def find_model(text: str, config: RunConfig) -> Ancestor:
+    """The model that a text names: of a run's checkpoint, of a directory or of the hub. Raises as
+    `find_ancestor` does."""
     named = _run_of(text, Path(config.runs_directory))
     if named is not None:
         return _checkpoint_of(*named, text)
@@ -121,7 +123,7 @@ def _found(text: str, config: RunConfig) -> Ancestor:
     known = sorted(path.parent.name for path in Path(config.runs_directory).glob("*/config.yaml"))
     listed = f"it holds {', '.join(known)}" if known else "it holds no runs"
     raise ConfigError(
-        f"there is nothing to begin from at {text!r}",
+        f"there is no model {text!r}",
         remedy=f"name a run of {config.runs_directory}/ ({listed}), the directory of a run or of a "
         "model, or `org/name` of the model hub",
     )
@@ -207,21 +209,29 @@ def _check_agreement(model: ModelConfig, found: Ancestor, text: str) -> None:
             )
 
 
-def _copy(ancestor: Ancestor, place: Path) -> None:
+def keep(ancestor: Ancestor, place: Path, by_link: bool = False) -> None:
+    """Copy a model to a folder of the run directory, whole or not at all.
+
+    by_link: what is no run's is not copied but named by a symbolic link. Raises `OSError`.
+    """
     building = place.with_name(f".{place.name}.building")
     shutil.rmtree(building, ignore_errors=True)
-    make_directory(building / "model")
+    by_link = by_link and ancestor.marker is None
+    if by_link:
+        make_directory(building)
+        (building / "model").symlink_to(ancestor.directory.resolve(), target_is_directory=True)
+    else:
+        make_directory(building / "model")
     source, sums = ancestor.directory, ancestor.sums
     files = {}
     for name in sorted(sums or needed_files(os.listdir(source))):
         target = building / "model" / name
-        make_directory(target.parent)
-        # Whoever owns a model directory may write into its files.
-        if sums or _is_hub_snapshot(source):
-            link_or_copy(source / name, target)
-        else:
-            shutil.copyfile(source / name, target)
-        sync(target)
+        if not by_link:
+            make_directory(target.parent)
+            # Whoever owns a model directory may write into its files.
+            copy = link_or_copy if sums or _is_hub_snapshot(source) else shutil.copyfile
+            copy(source / name, target)
+            sync(target)
         checksum = sums[name] if sums else file_checksum(target)
         files[name] = {"bytes": target.stat().st_size, "xxh3": checksum}
     checksums = {name: entry["xxh3"] for name, entry in files.items()}
@@ -231,7 +241,9 @@ def _copy(ancestor: Ancestor, place: Path) -> None:
         record["revision"] = source.resolve().name
     content = {"record": record, "files": files}
     write_atomic(building / _RECORD, json.dumps(content, indent=1).encode())
-    sync(building / "model")
+    if not by_link:
+        sync(building / "model")
+    make_directory(place.parent)
     fault_points.point("ancestor.copied", 0)
     os.rename(building, place)
     sync(place.parent)
@@ -242,7 +254,8 @@ def _is_hub_snapshot(directory: Path) -> bool:
     return directory.resolve().parent.name == "snapshots"
 
 
-def _read_kept(place: Path) -> dict[str, Any]:
+def kept_record(place: Path) -> dict[str, Any]:
+    """The record of a kept model; raises `RunDamaged` where it is not as it was written."""
     try:
         kept: dict[str, Any] = json.loads((place / _RECORD).read_text(encoding="utf-8"))
         sizes = {name: entry["bytes"] for name, entry in kept["files"].items()}
@@ -251,4 +264,5 @@ def _read_kept(place: Path) -> dict[str, Any]:
         raise RunDamaged(f"{place} is damaged: {error}; put it back as it was") from error
     if lost:
         raise RunDamaged(f"{place / 'model' / lost[0]} is not what was written: put it back")
-    return kept
+    record: dict[str, Any] = kept["record"]
+    return record

@@ -22,6 +22,7 @@ from earl_core.control.hardware import hardware_of
 from earl_core.control.host_checks import check_agreement
 from earl_core.control.precision import Resolved, resolved
 from earl_core.control.shared_memory_need import judged_room, need_of
+from earl_core.control.teachers import Teachers, check_teachers
 from earl_core.control.worker_groups import WorkerGroups, preload_ranks
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -43,11 +44,16 @@ class Preflight(NamedTuple):
     precision: Resolved
 
 
-def preflight(config: RunConfig, cluster: Cluster, ancestor: Ancestor | None = None) -> Preflight:
+def preflight(
+    config: RunConfig,
+    cluster: Cluster,
+    ancestor: Ancestor | None = None,
+    teachers: Teachers | None = None,
+) -> Preflight:
     """Look at the hosts, and check that they agree, references, devices, stage deployments and the
     tokenizer's size (where the model is there), and environments; settle the precision.
 
-    ancestor: that of a run that has yet to get its copy. Writes nothing of the run. Raises
+    ancestor, teachers: models that the run has yet to keep. Writes nothing of the run. Raises
     `ConfigError`, or `WorkerCallFailed` with what the environment's code raised, whose log is then
     kept unless the error says all.
     """
@@ -61,6 +67,7 @@ def preflight(config: RunConfig, cluster: Cluster, ancestor: Ancestor | None = N
     model = None
     if (Path(begins.model.path) / "config.json").is_file():
         model = fitting_model(begins, hardware)
+        check_teachers(config, Path(begins.model.path), hardware, teachers)
     else:
         check_devices(config, hardware)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)

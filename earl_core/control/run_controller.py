@@ -31,6 +31,12 @@ from earl_core.control.preflight import (
 )
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import RunHistory
+from earl_core.control.teachers import (
+    check_teachers,
+    held_teachers,
+    keep_teachers,
+    reference_shapes,
+)
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
@@ -90,6 +96,7 @@ class RunController:
     """Opened by `open_controller`; close it to stop the workers and unlock the run."""
 
     model: ModelShape
+    reference_models: tuple[ModelShape, ...]
     tracker: RunTracker
 
     def __init__(
@@ -172,6 +179,7 @@ class RunController:
         Raises `ConfigError`, and the error of a worker that makes the model.
         """
         self.model = self._model or self._made_model()
+        self.reference_models = reference_shapes(self.config)
         check_shared_memory(self.config, self.run.stores)
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
@@ -192,6 +200,7 @@ class RunController:
         )
         self.groups.retire("model", 0)
         keep_ancestor(self.run, find_ancestor(self.config))
+        check_teachers(self.config, Path(self.config.initial_model.path), self.hardware)
         return fitting_model(self.config, self.hardware)
 
     def start_ahead(self, plan: DeploymentPlan) -> None:
@@ -289,12 +298,13 @@ def open_controller(
 def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
-        with held_ancestor(config) as ancestor:
-            found = preflight(config, cluster, ancestor)
+        with held_ancestor(config) as ancestor, held_teachers(config) as teachers:
+            found = preflight(config, cluster, ancestor, teachers)
             found.precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
             take_newest_whole(Path(config.runs_directory) / config.name)
             run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
             keep_ancestor(run, ancestor)
+            keep_teachers(run, teachers)
         found.precision.keep(run)
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
         controller = RunController(run, cluster, found, listener, here)

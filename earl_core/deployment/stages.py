@@ -162,7 +162,12 @@ STAGES: Mapping[str, Stage] = {
             "reference",
             "reference",
             reads=("rollout",),
-            settings=("model.path", "rollout.temperature", "update.precision"),
+            settings=(
+                "model.path",
+                "rollout.temperature",
+                "update.precision",
+                "algorithm.kl.reference",
+            ),
             optional="needs_reference",
             scores=True,
         ),

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.moments import RankStatistics
+from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.dispatch import Batch
 from earl_core.dispatch.reads.plan import Layout, make_plan
 from earl_core.dispatch.reads.sources import join, sample_ids
@@ -67,11 +68,15 @@ class ExperienceWorker(RunWorker):
         """End the processes of the reward functions."""
         await self._scorer.close()
 
+    @property
+    def _algorithm(self) -> AlgorithmConfig:
+        return self._config.algorithm.at(self._context.iteration or 0)
+
     def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """Compute the statistics of this rank's episodes that `advantage` needs in every rank;
         manifests as there."""
         with self._open(manifests) as batch:
-            return advantage_statistics(batch, self._config.algorithm).model_dump()
+            return advantage_statistics(batch, self._algorithm).model_dump()
 
     def advantage(
         self, manifests: list[dict[str, Any]], statistics: dict[str, Any]
@@ -85,7 +90,7 @@ class ExperienceWorker(RunWorker):
             if not len(batch):
                 return self._result([], {}, 0, started)
             rows, metrics, tokens = advantage_rows(
-                batch, self._config.algorithm, RankStatistics.model_validate(statistics)
+                batch, self._algorithm, RankStatistics.model_validate(statistics)
             )
         if not metrics["episodes_kept"]:
             return self._result([], metrics, tokens, started)

@@ -12,6 +12,7 @@ import pyarrow as pa
 from transformers.utils import logging as transformers_logging
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, ShardEntry
@@ -34,7 +35,7 @@ class ModelWorker(RunWorker):
         super().__init__(*arguments, **named)
         self._mesh = create_mesh(self._deployment, self._peers.memories(self._hosts))
         self._ranks = Ranks(self._mesh)
-        self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._config))
+        self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._model()))
         with guarded(self.stage):
             self._learner = self._build_learner()
         self._parking = Parking()
@@ -94,12 +95,16 @@ class ModelWorker(RunWorker):
             self._learner.score(samples, on_progress, writer.rows(name))
             return store.complete(writer.seal())
 
+    def _model(self) -> ModelConfig:
+        """The model that the group holds."""
+        return self._config.initial_model
+
     def _build_learner(self) -> PolicyLearner:
         """A learner as the deployment says, on this rank of the mesh."""
         transformers_logging.disable_progress_bar()
         config, deployment = self._config, self._deployment
         return PolicyLearner(
-            config.initial_model,
+            self._model(),
             update_settings(config, deployment),
             config.algorithm,
             temperature=config.rollout.temperature,
@@ -127,9 +132,9 @@ def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateCon
     )
 
 
-def _row_cost(config: RunConfig) -> RowCost:
+def _row_cost(model: ModelConfig) -> RowCost:
     try:
-        return RowCost.of(read_model_shape(Path(config.initial_model.path)))
+        return RowCost.of(read_model_shape(Path(model.path)))
     except ConfigError:
         # A model whose numbers have other names is balanced by tokens.
         return RowCost()

@@ -1,10 +1,11 @@
-"""One rank of the `reference` worker group: scores samples with the frozen initial policy."""
+"""One rank of the `reference` worker group: scores samples with a frozen model."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+from earl_core.config.model import ModelConfig
 from earl_core.learner.data.samples import SCORED, training_samples
 from earl_core.learner.memory import guarded, peak_bytes, reset_peak
 from earl_core.learner.model_worker import ModelWorker
@@ -13,9 +14,14 @@ from earl_core.trajectory.schema import REFERENCE_SCHEMA
 
 
 class ReferenceWorker(ModelWorker):
-    """Holds the initial model; its optimizer never gets a state, so it costs nothing."""
+    """Holds the reference: the initial model or a teacher. Its optimizer never gets a state, so it
+    costs nothing."""
 
     stage = "reference"
+
+    def _model(self) -> ModelConfig:
+        (reference,) = self._config.references
+        return self._config.reference_model(reference)
 
     @guarded("reference")
     def score(self, manifests: list[dict[str, Any]], link_bytes: float = 0.0) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     """
     settings = beginning(settings)
     parts = [configuration.places, configuration.references]
-    parts += [configuration.model, configuration.stages]
+    parts += [configuration.model, configuration.teachers, configuration.stages]
     # The hosts of a cluster may have packages that this one lacks; the controller asks them.
     if settings.cluster.backend == "local":
         parts.append(configuration.environment)

@@ -7,12 +7,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.ancestor import beginning, find_ancestor
 from earl_core.control.policy_player import find_checkpoint
+from earl_core.run.episodes import read_samples
 from earl_core.run.model_card import model_card
 from earl_core.run.record import lineage, lineage_names, read_record, stored_config
 from flows.cli.training import preflight
@@ -20,13 +25,15 @@ from flows.cli.training import train as train_command
 from tests.flows.runs import KILLED, Runs
 from tests.learnt import SMALLEST_CHANGE, largest_change, weights_in
 
-BEGUN = ("model.from=teacher@0", "seed=3")
+PENALTY = "algorithm.kl={placement: loss, coefficient: 0.5, reference: teacher@1, until: 3}"
+BEGUN = ("model.from=teacher@0", "seed=3", PENALTY)
 
 
 @pytest.fixture(scope="module")
 def story(module_runs: Runs, undisturbed: Callable[..., Runs]) -> Runs:
-    """Two runs that began with the same checkpoint of a third, `teacher`: `whole`, and `killed`,
-    which was killed while it copied and in an update, and went on when the third was gone."""
+    """Two runs that began with the same checkpoint of a third, `teacher`, and learn from another
+    one of it: `whole`, and `killed`, which was killed while it copied and in an update, and went on
+    when the third was gone."""
     runs = module_runs
     teacher = runs.run("teacher")
     shutil.copytree(undisturbed().run(), teacher)
@@ -108,6 +115,45 @@ def test_a_model_directory_is_an_ancestor_too(story: Runs) -> None:
     assert found.marker is None
 
 
+def test_a_larger_teacher_scores_what_the_policy_played(story: Runs, tmp_path: Path) -> None:
+    larger = tmp_path / "larger"
+    save_larger(story.model, larger)
+    overrides = (
+        "name=taught",
+        "iterations=1",
+        "update.minibatches=1",
+        "reward.environment_weight=0",
+        f"algorithm.kl={{placement: loss, estimator: k2, coefficient: 1, reference: {larger}}}",
+    )
+    assert story.train_here({"overrides": overrides}) == [None]
+    samples = read_samples(story.run("taught") / "iterations/000000/episodes.parquet").to_pylist()
+    gaps = np.concatenate(
+        [logprobs_of(story.model, sample) - logprobs_of(larger, sample) for sample in samples]
+    )
+    (line,) = story.metrics("taught")
+    assert line["update/reference_kl"] == pytest.approx(np.mean(gaps**2) / 2, rel=1e-4)
+    assert line["update/loss/kl"] == pytest.approx(np.mean(gaps**2) / 2, rel=1e-4)
+    assert line["update/grad_norm"] > 0
+    assert read_record(story.run("taught"))["references"][str(larger)]["path"] == str(larger)
+
+
+def save_larger(model: Path, place: Path) -> None:
+    """A random model of another size with the same tokenizer."""
+    shutil.copytree(model, place)
+    config = AutoConfig.from_pretrained(model, hidden_size=64, num_hidden_layers=3)
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(place)
+
+
+def logprobs_of(model: Path, sample: dict[str, Any]) -> np.ndarray:
+    """What transformers says of the trained tokens of a sample."""
+    with torch.no_grad():
+        tokens = torch.tensor([sample["tokens"]])
+        logits = AutoModelForCausalLM.from_pretrained(model)(tokens).logits[0, :-1].double()
+    found = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+    return found[np.array(sample["loss_mask"][1:], dtype=bool)]
+
+
 def refused(story: Runs, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         preflight(configured(story, "name=child", *overrides), story.run("child"))
@@ -116,11 +162,27 @@ def refused(story: Runs, *overrides: str) -> str:
 
 
 def test_what_is_not_there_is_refused_before_anything_starts(story: Runs) -> None:
-    assert "there is nothing to begin from at 'techer'" in refused(story, "model.from=techer")
+    assert "there is no model 'techer'" in refused(story, "model.from=techer")
     assert "has no whole checkpoint 7" in refused(story, "model.from=teacher@7")
     assert "was evaluated: take the `last` one" in refused(story, "model.from=teacher@best")
     missing = f"{story.directory / 'runs'}/nobody"
-    assert "there is nothing to begin from" in refused(story, f"model.from={missing}")
+    assert "there is no model" in refused(story, f"model.from={missing}")
+
+
+def test_a_teacher_has_the_policys_vocabulary(story: Runs, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(story.model, other)
+    text = (other / "tokenizer.json").read_text()
+    words = json.loads(text)
+    vocabulary = words["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    penalty = "algorithm.kl={{placement: loss, coefficient: 0.1, reference: {}}}"
+    said = refused(story, penalty.format(other))
+    assert "has another vocabulary than the policy" in said
+    assert said.endswith("name a model with the policy's tokenizer")
+    assert "there is no model 'nowhere'" in refused(story, penalty.format("nowhere"))
 
 
 def test_model_settings_that_contradict_the_ancestor_are_refused(

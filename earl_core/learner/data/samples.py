@@ -217,12 +217,13 @@ class Minibatch:
 
     rows: indices into the update's samples, those of this rank; none where all are skipped.
     totals: its trained tokens, and episodes with any, over all ranks. token_counts: trained tokens
-    of each of its episodes over all its samples.
+    of each of its episodes over all its samples. iteration: the update's, from 0.
     """
 
     rows: tuple[int, ...]
     totals: Totals
     token_counts: dict[int, int]
+    iteration: int
 
 
 def sample_table(samples: Sequence[TrainingSample]) -> np.ndarray:
@@ -280,5 +281,5 @@ def split_table(
             mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
             out = int(trained[rows[rows >= len(table) - skipped]].sum())
             totals = Totals.from_token_counts(counts.values(), out)
-            minibatches.append(Minibatch(tuple(mine.tolist()), totals, counts))
+            minibatches.append(Minibatch(tuple(mine.tolist()), totals, counts, iteration))
     return minibatches
