@@ -39,7 +39,7 @@ class Objective:
         policy_loss: Per-token policy loss.
         aggregation: Weights of the tokens.
         kl: Estimator of the KL in the loss; None if there is none or it is in the reward.
-        kl_coefficient: Loss per nat of KL; positive if ``kl`` is given.
+        kl_coefficient: Loss per nat of KL, where a microbatch has no other.
         entropy_coefficient: What a nat of entropy takes off a token's loss. With 0 the entropy need
             not carry a gradient.
     """
@@ -51,10 +51,10 @@ class Objective:
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        if (self.kl is not None) != (self.kl_coefficient > 0.0):
+        if self.kl is None and self.kl_coefficient > 0.0:
             raise ValueError(
-                "A KL term in the loss needs both an estimator and a positive coefficient; "
-                f"got estimator {self.kl!r} and coefficient {self.kl_coefficient}."
+                "A KL term in the loss needs an estimator, and has the coefficient "
+                f"{self.kl_coefficient} without one."
             )
 
     def microbatch(
@@ -93,6 +93,9 @@ class Objective:
             kl = self.kl.loss(*both)
             coefficient = self.kl_coefficient if kl_coefficient is None else kl_coefficient
             total = total + coefficient * kl
+            if not isinstance(coefficient, float):
+                # Nobody need have scored what costs nothing.
+                kl = kl * (coefficient > 0)
             metrics["loss/kl"] = (coefficient * (weights * kl.detach())).sum()
             diagnostics["reference_kl"] = kl.detach()
             bounded = self.kl.bounded(both[0].detach(), both[1])

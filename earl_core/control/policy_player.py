@@ -75,13 +75,14 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
             raise ConfigError(f"the initial model {path} is not there (any more)")
         return PlayedPolicy(path, INITIAL_VERSION, "the initial model", newest_engine(run))
     found = stable_checkpoints(run)
-    which = str(best_checkpoint(run)) if which == "best" else which
     listed = ", ".join(map(str, found)) or "none yet"
-    if not (which == "last" or which.isdigit()):
+    if not (which in ("last", "best") or which.isdigit()):
         raise ConfigError(
             "a checkpoint is `last`, `best`, `initial` or the number of an iteration, not "
             f"{which!r}; {run} has {listed}"
         )
+    if found and which == "best":
+        which = str(best_checkpoint(run, config.gates))
     if not found or (which != "last" and int(which) not in found):
         raise ConfigError(
             f"{run} has no whole checkpoint {'' if which == 'last' else f'{which} '}(it has "

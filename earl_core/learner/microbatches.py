@@ -229,7 +229,7 @@ class Algorithm:
             torch.from_numpy(counts).to(logprobs.device, non_blocking=True),
             minibatch.totals,
             reference_logprobs=columns.get("reference_logprobs"),
-            kl_coefficient=self._kl.at(minibatch.iteration),
+            kl_coefficient=columns.get("kl_coefficient", self._kl.at(minibatch.iteration)),
             entropy=entropy,
         )
         return Evaluated(result, old, weights)

@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.config import ConfigError, RunConfig, dump_config
-from earl_core.config.run import look_up
+from earl_core.config.stage_keys import look_up
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
@@ -38,6 +38,7 @@ from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.checkpoints import (
     MARKER,
     best_evaluated,
+    gated_returns,
     remove_checkpoint,
     remove_leftovers,
     stable_checkpoints,
@@ -276,9 +277,9 @@ class RunDirectory:
         return max(self.stable_iterations(), default=-1)
 
     def best_stable(self) -> int | None:
-        """The last iteration before the best evaluation of those whose checkpoint is there."""
-        found = self.evaluations()
-        returns = {each.policy_version: each.metrics.get("return/mean") for each in found}
+        """The last iteration before the best evaluation of those whose checkpoint is there and
+        that no gate keeps out."""
+        returns = gated_returns(self.evaluations(), self.config.gates)
         return best_evaluated(self.path, returns)
 
     def mark_stable(self, iteration: int) -> None:

@@ -137,6 +137,36 @@ def test_a_larger_teacher_scores_what_the_policy_played(story: Runs, tmp_path: P
     assert read_record(story.run("taught"))["references"][str(larger)]["path"] == str(larger)
 
 
+def test_an_anchor_has_a_reference_and_a_weight_of_its_own(story: Runs, tmp_path: Path) -> None:
+    larger = tmp_path / "larger"
+    save_larger(story.model, larger)
+    game = {"name": "tic_tac_toe", "options": {"style": "compact"}}
+    anchor = {"label": "first", "reward_weight": 0, "kl": {"reference": str(larger)}}
+    anchor["kl"] |= {"coefficient": 0.5}
+    overrides = (
+        "name=anchored",
+        "iterations=1",
+        "update.minibatches=1",
+        "environment=null",
+        f"environments={json.dumps([{**game, 'label': 'second'}, {**game, **anchor}])}",
+        "algorithm.kl={placement: loss, estimator: k2}",
+    )
+    assert story.train_here({"overrides": overrides}) == [None]
+    samples = read_samples(story.run("anchored") / "iterations/000000/episodes.parquet").to_pylist()
+    apart = {"first": [np.empty(0)], "second": [np.empty(0)]}
+    for sample in samples:
+        gap = logprobs_of(story.model, sample) - logprobs_of(larger, sample)
+        apart[sample["environment"]].append(gap)
+        assert (sample["reward"] == 0) or sample["environment"] == "second"
+    assert any(sample["reward"] for sample in samples)
+    first, second = (np.concatenate(apart[label]) for label in ("first", "second"))
+    assert min(len(first), len(second)) > 0
+    (line,) = story.metrics("anchored")
+    divergence = np.sum(first**2) / 2 / (len(first) + len(second))
+    assert line["update/reference_kl"] == pytest.approx(divergence, rel=1e-4)
+    assert line["update/loss/kl"] == pytest.approx(0.5 * divergence, rel=1e-4)
+
+
 def save_larger(model: Path, place: Path) -> None:
     """A random model of another size with the same tokenizer."""
     shutil.copytree(model, place)
