@@ -53,6 +53,7 @@ from earl_core.run.record import (
     check_not_copied,
     checked_uid,
     place_of,
+    played_in,
     read_record,
     settings_of,
     write_record,
@@ -134,7 +135,7 @@ class RunDirectory:
             return
         before, now = self.record["settings"], settings_of(self.config)
         different = [part for part in _IDENTITY if _given(before, part) != _given(now, part)]
-        if _played(before) != _played(now):
+        if played_in(before) != played_in(now):
             different.append("environment")
         if different:
             raise ConfigError(
@@ -392,14 +393,6 @@ def _given(settings: Mapping[str, Any], part: str) -> Any:
     if isinstance(value, Mapping):
         return {name: each for name, each in value.items() if each is not None}
     return value
-
-
-def _played(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings that decide what is played; weights and time limits may change. One
-    environment has no label, and counts its prompts otherwise than a mixture of one."""
-    played = (settings["environment"], *settings["environments"])
-    names = ("label", "name", "agent", "options")
-    return [{name: each[name] for name in names if name in each} for each in played if each]
 
 
 def _holds_something(path: Path) -> bool:
