@@ -184,6 +184,19 @@ def logprobs_of(model: Path, sample: dict[str, Any]) -> np.ndarray:
     return found[np.array(sample["loss_mask"][1:], dtype=bool)]
 
 
+def test_a_model_of_the_hub_is_downloaded_at_the_start(story: Runs) -> None:
+    config = configured(story, "name=child", "model.path=''", "model.from=org/name")
+    found = find_ancestor(config)
+    assert found is not None
+    assert (found.record["path"], found.record["name"]) == ("org/name", "name")
+    assert beginning(config).model.from_hub
+    assert config.model.made.path == "org/name"
+    # What looks like a run's directory is none of the hub's.
+    here = configured(story, "name=child", "runs_directory=runs", "model.from=runs/nobody")
+    with pytest.raises(ConfigError, match="there is no model 'runs/nobody': name a run of runs/"):
+        find_ancestor(here)
+
+
 def refused(story: Runs, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         preflight(configured(story, "name=child", *overrides), story.run("child"))
