@@ -43,6 +43,9 @@ from earl_core.system.settings import Place, Settings
 KEPT_ANCESTOR = "ancestor"
 """The folder of a run directory that holds a copy of its ancestor's model."""
 
+KEPT_REFERENCES = "references"
+"""Likewise of the frozen models that its KL penalties name."""
+
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
 """Names that Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
 
@@ -292,7 +295,7 @@ class RunConfig(Settings):
     def teacher(self, text: str) -> Path:
         """The folder of the run directory for a reference that is not the initial policy."""
         folder = xxhash.xxh3_64_hexdigest(text.encode())
-        return Path(self.runs_directory, self.name, "references", folder)
+        return Path(self.runs_directory, self.name, KEPT_REFERENCES, folder)
 
     @property
     def played(self) -> Mapping[str, EnvironmentConfig]:

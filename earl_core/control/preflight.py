@@ -67,7 +67,7 @@ def preflight(
     model = None
     if (Path(begins.model.path) / "config.json").is_file():
         model = fitting_model(begins, hardware)
-        check_teachers(config, Path(begins.model.path), hardware, teachers)
+        check_teachers(config, Path(begins.model.path), teachers)
     else:
         check_devices(config, hardware)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
