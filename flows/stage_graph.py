@@ -17,6 +17,7 @@ from earl_core.control.stage_execution import judge, observe
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import (
     EVALUATION,
+    ROWS,
     STAGES,
     WEIGHTS,
     Stage,
@@ -58,6 +59,7 @@ class StageGraph:
         beside_publish: Work | None = None,
     ) -> None:
         self.controller, self.iteration = controller, iteration
+        self._imitates = controller.config.imitates(iteration)
         self.manifests: dict[str, Manifest] = {}
         self._runner, self._beside_publish = runner, beside_publish
 
@@ -72,7 +74,7 @@ class StageGraph:
         return self.manifests[EVALUATION.name]
 
     async def _waves(self) -> None:
-        for stages in waves(taking_part(self.controller.config)):
+        for stages in waves(taking_part(self.controller.config, self._imitates)):
             works: list[Work] = [partial(self.run, stage) for stage in stages]
             if self._beside_publish is not None and STAGES["publish"] in stages:
                 works.append(self._beside_publish)
@@ -98,7 +100,7 @@ class StageGraph:
                 return
             except StageInfeasible as error:
                 infeasible = error
-                if "rollout" in self.manifests:
+                if any(name in self.manifests for name in ROWS):
                     # What is done already tells the next choice more.
                     await self._runner.aside(observe, self.controller, self.manifests)
             except RanksLost:
@@ -124,7 +126,7 @@ class StageGraph:
         again."""
         if stage.name in self.manifests:
             return
-        sources = stage.sources(self.controller.config)
+        sources = stage.sources(self.controller.config, self._imitates)
         read = {name: self.manifests[name] for name in sources if name != WEIGHTS}
         digests = [
             (read[name] if name in read else await self._weights()).data_digest()

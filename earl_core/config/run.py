@@ -26,6 +26,7 @@ from earl_core.config.environment import (
     EnvironmentConfig,
     MixedEnvironment,
 )
+from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
 from earl_core.config.reward import RewardConfig
@@ -88,6 +89,11 @@ class RunConfig(Settings):
         default=None,
         description="Rule by which the shares of the `environments` follow the spread of their "
         "returns; None: their weights alone decide.",
+    )
+    imitation: ImitationConfig | None = Field(
+        default=None,
+        description="First iterations that imitate demonstrations, by cross entropy; None: all "
+        "iterations play episodes.",
     )
     rollout: RolloutConfig = Field(description="Sampling of episodes: engine, batch size, budgets.")
     cluster: ClusterConfig = Field(
@@ -190,6 +196,23 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _imitation(self) -> RunConfig:
+        if self.imitation is None:
+            return self
+        if self.imitation.iterations > self.iterations:
+            raise ValueError(
+                f"imitation.iterations ({self.imitation.iterations}) exceeds iterations "
+                f"({self.iterations}), which counts them too: raise iterations"
+            )
+        if self.update.minibatches > self.demonstrations:
+            raise ValueError(
+                f"update.minibatches ({self.update.minibatches}) exceeds "
+                f"imitation.episodes_per_iteration ({self.demonstrations}): each minibatch needs "
+                "a demonstration of its own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         algorithm, rollout = self.algorithm, self.rollout
         estimator = ADVANTAGE_ESTIMATORS.checked(algorithm.advantage)
@@ -254,6 +277,21 @@ class RunConfig(Settings):
         options = {**self.environment.options, **self.evaluation.options}
         return {"": self.environment.model_copy(update={"options": options})}
 
+    def imitates(self, iteration: int) -> bool:
+        """True for an iteration that learns from demonstrations and plays no episode."""
+        return self.imitation is not None and iteration < self.imitation.iterations
+
+    def played_before(self, iteration: int) -> int:
+        """Count the iterations before this one that played episodes."""
+        imitating = 0 if self.imitation is None else self.imitation.iterations
+        return max(0, iteration - imitating)
+
+    @property
+    def demonstrations(self) -> int:
+        """Demonstrations of an iteration that imitates."""
+        given = self.imitation and self.imitation.episodes_per_iteration
+        return given or self.rollout.episodes_per_iteration
+
     @property
     def needs_reference(self) -> bool:
         """True when the frozen initial policy must score the episodes."""
@@ -315,7 +353,9 @@ def stage_key(
 
 def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
-    names = STAGE_SETTINGS[stage]
+    # Keys of runs that do not imitate are as they were before there was such a thing.
+    absent = ("imitation",) if config.imitation is None else ()
+    names = [name for name in STAGE_SETTINGS[stage] if not name.startswith(absent)]
     whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
     suites = whole.get("evaluation", {}).get("suites", ())
     for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
