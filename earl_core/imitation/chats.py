@@ -96,19 +96,7 @@ def samples_of(
 
 def _answer(chat: ChatTokenizer, messages: Sequence[Message], at: int, tools: Tools) -> list[int]:
     """The tokens of an answer as the model has to sample them, the one that ends it included."""
-    before = chat.render(messages[:at], tools)
-    whole = chat.render(messages[: at + 1], tools, add_generation_prompt=False)
-    if not whole.startswith(before + chat.answer_prefix):
-        if chat.answer_prefix and whole.startswith(before):
-            raise ConfigError(
-                f"messages[{at}] does not begin with rollout.answer_prefix {chat.answer_prefix!r}"
-            )
-        raise ConfigError(
-            f"the chat template writes messages[{at}] otherwise than it begins an answer",
-            remedy="set model.chat_template to a Jinja file whose answers begin with what "
-            "add_generation_prompt writes",
-        )
-    tokens = chat.encode(whole.removeprefix(before + chat.answer_prefix))
+    tokens = chat.encode(_text(chat, messages, at, tools))
     ends = [place for place, token in enumerate(tokens) if token in chat.stop_token_ids]
     answer = tokens[: ends[0] + 1] if ends else [*tokens, *chat.stop_token_ids[:1]]
     if ends and chat.text_of(tokens).strip() != chat.text_of(answer).strip():
@@ -120,3 +108,32 @@ def _answer(chat: ChatTokenizer, messages: Sequence[Message], at: int, tools: To
     if chat.unknown_token in set(answer).difference(chat.stop_token_ids):
         raise ConfigError(f"messages[{at}] has characters that the model's tokenizer does not know")
     return answer
+
+
+def _text(chat: ChatTokenizer, messages: Sequence[Message], at: int, tools: Tools) -> str:
+    """The text of an answer after what every answer is begun with."""
+    before = chat.render(messages[:at], tools)
+    whole = chat.render(messages[: at + 1], tools, add_generation_prompt=False)
+    content = messages[at]["content"]
+    common = _common(before, whole)
+    begun, text = before[common:] + chat.answer_prefix, whole[common:]
+    if common < len(before) or content.strip() not in text:
+        # The template drops the reasoning of answers that are given to it.
+        if "tool_calls" in messages[at]:
+            raise ConfigError(
+                f"messages[{at}] has calls, and the chat template changes what it says besides",
+                remedy="leave that out, or set model.chat_template to a Jinja file that keeps it",
+            )
+        text = content
+    if not text.startswith(begun):
+        raise ConfigError(
+            f"messages[{at}] does not begin with {begun!r}, as every answer of the model does",
+            remedy="begin it so, or change rollout.answer_prefix or model.chat_template",
+        )
+    return text.removeprefix(begun)
+
+
+def _common(one: str, other: str) -> int:
+    """Count the characters with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

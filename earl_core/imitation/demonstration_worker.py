@@ -121,7 +121,7 @@ class DemonstrationWorker(RunWorker):
             return KeptEpisodes(run, settings, self._chat.vocabulary)
         assert settings.data is not None
         try:
-            rows = read_rows(settings.data, settings.split, _ANY)
+            rows = read_rows(settings.data, settings.split, ANY_ROW)
         except ConfigError as error:
             raise ConfigError(f"imitation.data: {error.problem}", remedy=error.remedy) from error
         return Chats(rows, self._chat, settings.messages, await self._tools(rows))
@@ -165,4 +165,4 @@ class _AnyRow:
         return ()
 
 
-_ANY = _AnyRow()
+ANY_ROW = _AnyRow()

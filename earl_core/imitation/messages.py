@@ -57,6 +57,8 @@ def _message(number: int, message: Any) -> Message:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise ConfigError(f"{where} tool_calls that are no list")
     read: Message = {"role": message["role"], "content": _content(where, message, bool(calls))}
+    if read["role"] == "assistant" and not (calls or read["content"].strip()):
+        raise ConfigError(f"{where} an answer that says nothing, so there is nothing to learn")
     if calls:
         read["tool_calls"] = [_call(where, each) for each in calls]
     for key in ("tool_call_id", "name"):
