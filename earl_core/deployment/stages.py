@@ -136,6 +136,7 @@ _PLAY = (
 """Settings of whatever is played, for training or to evaluate."""
 
 _SCORED = (
+    "environments.reward_weight",
     "reward.functions",
     "reward.environment_weight",
     "reward.python",
@@ -187,7 +188,13 @@ STAGES: Mapping[str, Stage] = {
             "reference",
             "reference",
             reads=("rollout",),
-            settings=("model.path", "rollout.temperature", "update.precision"),
+            settings=(
+                "model.path",
+                "rollout.temperature",
+                "update.precision",
+                "algorithm.kl.reference",
+                "environments.kl",
+            ),
             optional="needs_reference",
             scores=True,
             imitates=False,
@@ -197,7 +204,7 @@ STAGES: Mapping[str, Stage] = {
             "advantage",
             "experience",
             reads=("rollout", "reward", "reference"),
-            settings=("algorithm.advantage", "algorithm.kl"),
+            settings=("algorithm.advantage", "algorithm.kl", "environments.kl"),
             imitates=False,
         ),
         Stage(
@@ -207,6 +214,7 @@ STAGES: Mapping[str, Stage] = {
             settings=(
                 "seed",
                 "algorithm",
+                "environments.kl",
                 "rollout.temperature",
                 "update.precision",
                 "update.learning_rate",

@@ -105,7 +105,7 @@ class DemonstrationWorker(RunWorker):
 
     @cached_property
     def _positions(self) -> int | None:
-        return read_model_shape(Path(self._config.model.path)).max_positions
+        return read_model_shape(Path(self._config.initial_model.path)).max_positions
 
     async def _demonstrations(self) -> Demonstrations:
         if self._found is None:

@@ -175,6 +175,7 @@ class Algorithm:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._objective = _objective(config)
+        self._kl = config.kl
         correction = config.importance_correction
         self._correction = (
             None if correction is None else ImportanceCorrection(**correction.model_dump())
@@ -233,6 +234,7 @@ class Algorithm:
             torch.from_numpy(counts).to(logprobs.device, non_blocking=True),
             minibatch.totals,
             reference_logprobs=columns.get("reference_logprobs"),
+            kl_coefficient=columns.get("kl_coefficient", self._kl.at(minibatch.iteration)),
             entropy=entropy,
         )
         return Evaluated(result, old, weights, logprobs.detach() - old)
@@ -264,13 +266,7 @@ class UpdateMetrics:
         self._seconds = 0.0
         self._counts: Counter[str] = Counter()
 
-    def microbatch(
-        self,
-        fed: FedMicrobatch,
-        evaluated: Evaluated,
-        *,
-        compared: bool,
-    ) -> None:
+    def microbatch(self, fed: FedMicrobatch, evaluated: Evaluated, *, compared: bool) -> None:
         """Add a microbatch.
 
         compared: whether the trainer's log-probs are to be compared with the engine's.

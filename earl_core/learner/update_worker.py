@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ import xxhash
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.data.samples import TRAINED, by_minibatch, training_samples
+from earl_core.learner.data.samples import LABEL, TRAINED, by_minibatch, training_samples
 from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
 from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
@@ -59,7 +60,7 @@ class LearnerWorker(ModelWorker):
 
     @cached_property
     def _config_digest(self) -> str:
-        model = self._config.model
+        model = self._config.initial_model
         return config_digest(Path(model.path), model.trust_remote_code)
 
     @guarded("update")
@@ -206,11 +207,12 @@ class LearnerWorker(ModelWorker):
                     skipped=skipped.table,
                 )
                 out = skipped.table[:, 0]
-                batch = self._open(manifests, TRAINED, split, link_bytes, without=out)
+                columns = TRAINED if self._config.one_penalty else (*TRAINED, LABEL)
+                batch = self._open(manifests, columns, split, link_bytes, without=out)
                 leases.enter_context(batch)
                 if self._config.needs_old_logprobs and not self._config.imitates(iteration):
                     shards, old = self._score(batch, iteration, leases)
-                samples = training_samples(batch, old, self._version)
+                samples = training_samples(batch, old, self._version, self._coefficient(iteration))
             watch = self._config.mismatch_watch
             metrics = self._learner.update(
                 samples,
@@ -235,6 +237,12 @@ class LearnerWorker(ModelWorker):
             "shards": [entry.model_dump(mode="json") for entry in shards],
         }
         return steps
+
+    def _coefficient(self, iteration: int) -> Callable[[str], float] | None:
+        """The KL coefficient of an environment's episodes; None: all have the same, or none."""
+        if self._config.one_penalty or self._config.imitates(iteration):
+            return None
+        return lambda label: self._config.penalty(label).at(iteration)
 
     def _skipped(
         self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float
