@@ -3,6 +3,8 @@
 select ─► rollout ─┬─► reward ────┬─► advantage ─► update ─► publish
                    └─► reference ─┘
 
+One that imitates has `demonstrate` instead of all from rollout to advantage.
+
 `flows.stage_graph` says what follows on what; here it runs as a flow of Prefect.
 """
 
@@ -120,7 +122,9 @@ async def _one_iteration(
         await asyncio.to_thread(forget_results, controller.run.path)
     _leave(controller)
     line = finished_text("iteration", number, metrics)
-    return {"iteration": number, "return": manifests["reward"].metrics.get("mean"), "line": line}
+    reward = manifests.get("reward")
+    mean = None if reward is None else reward.metrics.get("mean")
+    return {"iteration": number, "return": mean, "line": line}
 
 
 def _leave(controller: RunController) -> None:

@@ -20,12 +20,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from earl_core.deployment.stages import ROLES, Stage
+from earl_core.deployment.stages import ROLES, ROWS, Stage
 from earl_core.system.errors import EarlError
 from flows.running import log
 
-BEGUN, END = "begun", "end"
-"""Points of an iteration besides its stages: its flow run runs; all of it is done."""
+BEGUN, PLAYED, END = "begun", "rollout", "end"
+"""Points of an iteration: its flow run runs; no engine works for it any more; all of it is
+done."""
 
 
 class LeftAhead(EarlError):
@@ -57,7 +58,7 @@ class Overlap:
             await self._reached(iteration - 1 - self._staleness, END)
             await self._reached(iteration - 1, stage.name)
         elif stage.role == "rollout":
-            await self._reached(iteration - 1, stage.name)
+            await self._reached(iteration - 1, PLAYED)
             await self._evaluate(iteration)
         elif ROLES[stage.role].placed:
             await self._reached(iteration - 1, "publish")
@@ -70,8 +71,12 @@ class Overlap:
         """Wait until the iteration's flow run runs."""
         await self._reached(iteration, BEGUN)
 
-    async def passed(self, iteration: int, point: str) -> None:
-        """A stage of the iteration is sealed, or it has ended (`END`)."""
+    async def passed(self, iteration: int, point: Stage | str) -> None:
+        """A stage of the iteration is sealed, or its flow run has begun (`BEGUN`) or ended
+        (`END`)."""
+        if isinstance(point, Stage):
+            # An iteration that imitates leaves the engines to the next one.
+            point = PLAYED if point.name in ROWS else point.name
         async with self._changed:
             self._passed.add((iteration, point))
             self._changed.notify_all()

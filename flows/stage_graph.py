@@ -17,6 +17,7 @@ from earl_core.control.stage_execution import judge, observe
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import (
     EVALUATION,
+    ROWS,
     STAGES,
     WEIGHTS,
     Stage,
@@ -60,6 +61,7 @@ class StageGraph:
         overlap: Overlap | None = None,
     ) -> None:
         self.controller, self.iteration = controller, iteration
+        self._imitates = controller.config.imitates(iteration)
         self.manifests: dict[str, Manifest] = {}
         self._runner, self._beside_publish, self._overlap = runner, beside_publish, overlap
 
@@ -74,7 +76,7 @@ class StageGraph:
         return self.manifests[EVALUATION.name]
 
     async def _waves(self) -> None:
-        for stages in waves(taking_part(self.controller.config)):
+        for stages in waves(taking_part(self.controller.config, self._imitates)):
             works: list[Work] = [partial(self.run, stage) for stage in stages]
             if self._beside_publish is not None and STAGES["publish"] in stages:
                 works.append(self._beside_publish)
@@ -100,7 +102,7 @@ class StageGraph:
                 return
             except StageInfeasible as error:
                 infeasible = error
-                if "rollout" in self.manifests:
+                if any(name in self.manifests for name in ROWS):
                     # What is done already tells the next choice more.
                     await self._runner.aside(observe, self.controller, self.manifests)
             except RanksLost:
@@ -128,7 +130,7 @@ class StageGraph:
         if stage.name in self.manifests:
             return
         await self._ready(stage)
-        sources = stage.sources(self.controller.config)
+        sources = stage.sources(self.controller.config, self._imitates)
         read = {name: self.manifests[name] for name in sources if name != WEIGHTS}
         digests = [
             (read[name] if name in read else await self._weights(stage)).data_digest()
@@ -153,4 +155,4 @@ class StageGraph:
         sealed = await self._runner.perform(stage.name, verdict, read)
         self.manifests[stage.name] = resolve(self.controller, sealed)
         if self._overlap is not None:
-            await self._overlap.passed(self.iteration, stage.name)
+            await self._overlap.passed(self.iteration, stage)

@@ -70,9 +70,10 @@ def _choice_metrics(controller: RunController, manifests: dict[str, Manifest]) -
     lines = [line for line in controller.run.metrics() if line["iteration"] < plan.iteration]
     name = "rollout/context/mean"
     contexts = [float(line[name]) for line in lines if name in line]
+    played = manifests["rollout"].metrics if "rollout" in manifests else {}
     return {
         **selector_metrics(plan, before, manifests, seen, controller.hardware.gpus),
-        **load_metrics(manifests["rollout"].metrics, contexts),
+        **load_metrics(played, contexts),
     }
 
 

@@ -21,6 +21,7 @@ from earl_core.config.environment import (
     EnvironmentConfig,
     MixedEnvironment,
 )
+from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
 from earl_core.config.reward import RewardConfig
@@ -88,6 +89,11 @@ class RunConfig(Settings):
         default=None,
         description="Rule by which the shares of the `environments` follow the spread of their "
         "returns; None: their weights alone decide.",
+    )
+    imitation: ImitationConfig | None = Field(
+        default=None,
+        description="First iterations that imitate demonstrations, by cross entropy; None: all "
+        "iterations play episodes.",
     )
     rollout: RolloutConfig = Field(description="Sampling of episodes: engine, batch size, budgets.")
     cluster: ClusterConfig = Field(
@@ -197,6 +203,23 @@ class RunConfig(Settings):
         )
         for suite in self.evaluation.suites:
             self.reward.check_suite(suite.label, suite.scored_by)
+        return self
+
+    @model_validator(mode="after")
+    def _imitation(self) -> RunConfig:
+        if self.imitation is None:
+            return self
+        if self.imitation.iterations > self.iterations:
+            raise ValueError(
+                f"imitation.iterations ({self.imitation.iterations}) exceeds iterations "
+                f"({self.iterations}), which counts them too: raise iterations"
+            )
+        if self.update.minibatches > self.demonstrations:
+            raise ValueError(
+                f"update.minibatches ({self.update.minibatches}) exceeds "
+                f"imitation.episodes_per_iteration ({self.demonstrations}): each minibatch needs "
+                "a demonstration of its own"
+            )
         return self
 
     @model_validator(mode="after")
@@ -320,6 +343,21 @@ class RunConfig(Settings):
         the curve has both ends."""
         every = self.evaluation.every
         return bool(every) and (version % every == 0 or version == self.iterations)
+
+    def imitates(self, iteration: int) -> bool:
+        """True for an iteration that learns from demonstrations and plays no episode."""
+        return self.imitation is not None and iteration < self.imitation.iterations
+
+    def played_before(self, iteration: int) -> int:
+        """Count the iterations before this one that played episodes."""
+        imitating = 0 if self.imitation is None else self.imitation.iterations
+        return max(0, iteration - imitating)
+
+    @property
+    def demonstrations(self) -> int:
+        """Demonstrations of an iteration that imitates."""
+        given = self.imitation and self.imitation.episodes_per_iteration
+        return given or self.rollout.episodes_per_iteration
 
     @property
     def needs_reference(self) -> bool:

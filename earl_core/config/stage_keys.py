@@ -55,7 +55,9 @@ def stage_key(
 
 def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
-    names = STAGE_SETTINGS[stage]
+    # Keys of runs that do not imitate are as they were before there was such a thing.
+    absent = ("imitation",) if config.imitation is None else ()
+    names = [name for name in STAGE_SETTINGS[stage] if not name.startswith(absent)]
     whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
     suites = whole.get("evaluation", {}).get("suites", ())
     for played in (whole.get("environment"), *whole.get("environments", ()), *suites):

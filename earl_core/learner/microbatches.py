@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -157,16 +157,21 @@ class Feed:
 @dataclass(frozen=True)
 class Evaluated:
     """A microbatch's loss and what went into it: log-probs before the first step, and weights of
-    the importance correction or None, float32 [T'].
+    the importance correction or None, float32 [T']. log_ratio: of the policy to the one before the
+    update, [T'], if it matters.
     """
 
     result: MicrobatchLoss
     old_logprobs: torch.Tensor
     weights: torch.Tensor | None
+    log_ratio: torch.Tensor | None
 
 
 class Algorithm:
     """The objective of an update. Raises ConfigError for an unknown name."""
+
+    supervised: ClassVar[bool] = False
+    """True: it learns from tokens that no policy of this run has sampled."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._objective = _objective(config)
@@ -232,7 +237,7 @@ class Algorithm:
             kl_coefficient=columns.get("kl_coefficient", self._kl.at(minibatch.iteration)),
             entropy=entropy,
         )
-        return Evaluated(result, old, weights)
+        return Evaluated(result, old, weights, logprobs.detach() - old)
 
 
 def _objective(algorithm: AlgorithmConfig) -> Objective:
@@ -261,23 +266,16 @@ class UpdateMetrics:
         self._seconds = 0.0
         self._counts: Counter[str] = Counter()
 
-    def microbatch(
-        self,
-        fed: FedMicrobatch,
-        evaluated: Evaluated,
-        log_ratio: torch.Tensor,
-        *,
-        compared: bool,
-    ) -> None:
+    def microbatch(self, fed: FedMicrobatch, evaluated: Evaluated, *, compared: bool) -> None:
         """Add a microbatch.
 
-        log_ratio: of the policy to the one before the update, [T']. compared: whether the trainer's
-        log-probs are to be compared with the engine's.
+        compared: whether the trainer's log-probs are to be compared with the engine's.
         """
         result = evaluated.result
         for name, value in {"loss": result.loss.detach(), **result.metrics}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
-        self._log_ratio_max.append(log_ratio.max())
+        if evaluated.log_ratio is not None:
+            self._log_ratio_max.append(evaluated.log_ratio.max())
         packed = fed.packed
         if compared:
             # Copied, because the feed uses the microbatch's memory again, and because a view keeps

@@ -179,6 +179,8 @@ _KEPT = (
     ("rollout/context_by_turn/*", "tokens", "Mean tokens that stand after so many turns"),
     ("rollout/generated_share", "share", "Share of an episode's tokens that the policy wrote"),
     ("rollout/*", "", "Counts, seconds and memory of the rollout"),
+    ("demonstrate/epochs", "", "Passes over the demonstrations so far"),
+    ("demonstrate/*", "", "Counts, lengths and seconds of the demonstrations"),
     ("update/*", "", "Counts, seconds and memory of the update; the mismatch's percentiles"),
     ("publish/*", "", "The weights published"),
     ("select/*", "", "The choice of the plan"),
