@@ -25,15 +25,15 @@ def run(*command: str) -> dict[str, Any]:
     return found
 
 
-EVERY = {"kill": 1, "EIO": 3, "ENOSPC": 3, "EMFILE": 3, "short": 1}
-"""In the fast tests, where a sweep of all calls takes half a minute, one of three of them fails."""
+EVERY = {"kill": 3, "EIO": 6, "ENOSPC": 4, "EMFILE": 3, "short": 1}
+"""One of so many calls fails in the fast tests, where all of them would take minutes."""
 
 
 def check_sweep(kind: str, every: int) -> None:
     found = run("tests.durability.crash_sweep", kind, str(every))
     # A whole life makes about 370 calls; one that makes few tests little.
     assert found["calls"] > 200
-    assert found["failed"] > (200 if KINDS[kind] is None else 30) // every
+    assert found["failed"] >= (200 if KINDS[kind] is None else 30) // every
     assert sum(found["ends"].values()) == found["failed"]
     assert found["ends"].get("killed", 0) == (found["failed"] if kind == "kill" else 0)
 
@@ -49,5 +49,11 @@ def test_a_run_goes_on_whatever_happens_at_any_io_call(kind: str) -> None:
     check_sweep(kind, 1)
 
 
+def test_a_run_goes_on_after_a_power_cut_at_a_write() -> None:
+    """At every other, with some of what was not synced, and without."""
+    assert run("tests.durability.power_cuts", "1", "2")["cuts"] > 75
+
+
+@pytest.mark.campaign
 def test_a_run_goes_on_after_a_power_cut_at_any_write() -> None:
     assert run("tests.durability.power_cuts", "1")["cuts"] > 150

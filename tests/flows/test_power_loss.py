@@ -52,7 +52,7 @@ VALUES = {
 """What a resume may change, by the stage whose key or work it is in; two values each, in turn."""
 
 FAST = (
-    *(("update.after", stage) for stage in ("update", "rollout", "publish", "checkpoint")),
+    ("update.after", "rollout"),
     ("update.seal", "advantage"),
     ("publish.after", "update"),
     ("stable.before", "reference"),
@@ -62,8 +62,11 @@ FAST = (
     # power loss leaves one that the calm run has not.
     ("update.after", "sparse"),
 )
-MANY = tuple(itertools.product(POINTS, [stage for stage in CHANGES if stage != "sparse"]))[::7]
-"""Every seventh of all pairs: every point and every change is in it."""
+MANY = (
+    *(("update.after", stage) for stage in ("update", "publish", "checkpoint")),
+    *tuple(itertools.product(POINTS, [stage for stage in CHANGES if stage != "sparse"]))[::7],
+)
+"""Pairs beside those of `FAST`, and every seventh of all: every point and change is in it."""
 
 Step = dict[str, Any]
 
