@@ -120,7 +120,7 @@ class RolloutWorker(RunWorker):
         if loaded:
             self._digest = ""
             try:
-                await engine.load_weights(manifest)
+                await engine.play_under(manifest)
             except (EngineLost, OutOfMemory):
                 await self._drop_engine()
                 raise
