@@ -150,7 +150,7 @@ class RolloutWorker(RunWorker):
         if "directory" not in weights:
             return WeightsManifest.model_validate(weights)
         if self._directory is None or self._directory[0] != weights:
-            from earl_core.weights.adapter import manifest_of_policy
+            from earl_core.weights.adapter_files import manifest_of_policy
 
             path, version = Path(weights["directory"]), int(weights["policy_version"])
             found = await asyncio.to_thread(manifest_of_policy, path, version, self._config.model)
