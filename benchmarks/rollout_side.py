@@ -116,7 +116,7 @@ def _first_version(config: RunConfig, scratch: Path) -> WeightsManifest:
         pairs[b] = torch.zeros(out, adapter.rank)
     targets = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in matrices})
     entry = AdapterEntry(rank=adapter.rank, alpha=adapter.alpha, targets=tuple(targets))
-    return publish(pairs, scratch, 0, "float32").model_copy(update={"adapter": entry})
+    return publish(pairs, scratch, 0, "float32", adapter=entry)
 
 
 class _Raw:

@@ -189,7 +189,7 @@ def test_pairs_that_vllm_had_before_under_the_same_number_are_noticed(
     following = next(engine._folders._numbers) + 1  # type: ignore[attr-defined]
     stale = type(stale)(stale.lora_name, following, stale.lora_path)
     bench.driver.run(engine._engine.add_lora(stale))  # type: ignore[attr-defined]
-    with pytest.raises(WeightSyncError, match="q_proj|qkv_proj"):
+    with pytest.raises(WeightSyncError, match="qkv_proj"):
         bench.play(32, seed=32, directory=tmp_path)
     assert engine.policy_version == 30
     _check(model, [PROMPTS[3]], [bench.driver.answer(PROMPTS[3], temperature=1.0)])

@@ -43,7 +43,6 @@ def _problem(manager: Any, number: int, manifest: WeightsManifest) -> str:
     """
     adapter = manifest.adapter
     assert adapter is not None
-    scale = adapter.alpha / adapter.rank
     given = _by_module(manager, open_weights(manifest, verify_digest=True))
     slot = manager.lora_index_to_id.index(number)
     parts = {name: manager.packed_modules.get(name, [name]) for name in manager.modules}
@@ -53,7 +52,7 @@ def _problem(manager: Any, number: int, manifest: WeightsManifest) -> str:
     for name, layer in manager.modules.items():
         buffers = *layer.lora_a_stacked, *layer.lora_b_stacked
         held = [buffer[slot].clone() for buffer in buffers]
-        _place(layer, slot, _sides(layer, [given.get(part) for part in parts[name]], scale))
+        _place(layer, slot, _sides(layer, [given.get(part) for part in parts[name]], adapter.scale))
         if not all(torch.equal(old, new[slot]) for old, new in zip(held, buffers, strict=True)):
             return f"the pairs that {name} holds are not the published ones"
     return ""
