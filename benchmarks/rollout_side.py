@@ -39,7 +39,7 @@ from earl_core.rollout.episode_player import PlaySettings
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.trajectory.samples import EpisodeSpec, derive_seed
-from earl_core.weights.manifest import AdapterEntry, WeightsManifest
+from earl_core.weights.manifest import WeightsManifest
 from tools.harness import stdout_for_results
 
 
@@ -98,25 +98,13 @@ class Earl:
 
 def _first_version(config: RunConfig, scratch: Path) -> WeightsManifest:
     """The model, or the pairs that change nothing of it."""
-    import torch
+    from earl_core.weights.adapter_pairs import publish_unchanged
+    from earl_core.weights.load import manifest_from_directory
 
-    from earl_core.pretrained.adapter_directory import pair_names
-    from earl_core.rollout.engines.vllm_adapters import layer_matrices
-    from earl_core.weights.load import manifest_from_directory, parameters_of
-    from earl_core.weights.publish import publish
-
-    directory, adapter = model_directory(config.model), config.model.adapter
-    if adapter is None:
+    directory, model = model_directory(config.model), config.model
+    if model.adapter is None:
         return manifest_from_directory(directory, 0)
-    matrices = layer_matrices(parameters_of(directory))
-    pairs = {}
-    for name, matrix in matrices.items():
-        (out, into), (a, b) = matrix.shape, pair_names(name)
-        pairs[a] = torch.randn(adapter.rank, into) / into**0.5
-        pairs[b] = torch.zeros(out, adapter.rank)
-    targets = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in matrices})
-    entry = AdapterEntry(rank=adapter.rank, alpha=adapter.alpha, targets=tuple(targets))
-    return publish(pairs, scratch, 0, "float32", adapter=entry)
+    return publish_unchanged(model.model_copy(update={"path": str(directory)}), scratch, 0)
 
 
 class _Raw:

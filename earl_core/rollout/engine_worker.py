@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.pretrained.adapter_directory import is_adapter
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, most_running
@@ -116,12 +117,19 @@ class EngineWorker(RunWorker):
         if "directory" not in weights:
             return WeightsManifest.model_validate(weights)
         if self._directory is None or self._directory[0] != weights:
-            from earl_core.weights.adapter import manifest_of_policy
-
             path, version = Path(weights["directory"]), int(weights["policy_version"])
-            found = await asyncio.to_thread(manifest_of_policy, path, version, self._config.model)
-            self._directory = weights, found
+            self._directory = weights, await asyncio.to_thread(self._on_disk, path, version)
         return self._directory[1]
+
+    def _on_disk(self, path: Path, version: int) -> WeightsManifest:
+        """A policy in a directory. An engine for pairs takes the model itself as pairs, too."""
+        from earl_core.weights.adapter import manifest_of_policy
+        from earl_core.weights.adapter_pairs import publish_unchanged
+
+        model = self._config.model
+        if model.adapter is None or is_adapter(path):
+            return manifest_of_policy(path, version, model)
+        return publish_unchanged(model, self._run_directory / f"unchanged-{os.getpid()}", version)
 
     async def release_memory(self) -> None:
         """Give the engine's memory back; `ensure` must follow `restore_memory`."""

@@ -35,11 +35,12 @@ def test_a_worker_plays_published_pairs_and_those_of_a_checkpoint(tmp_path: Path
     setting.config["model"]["adapter"] = adapter
     given = [first.model_dump(mode="json"), second.model_dump(mode="json")]
     given.append(_checkpoint(tmp_path / "adapter", second))
+    given.append({"directory": str(setting.model), "policy_version": 0})
     found = asyncio.run(_answers(setting, given))
-    assert [ensured["policy_version"] for ensured, _ in found] == [0, 1, 1]
-    assert [ensured["loaded"] for ensured, _ in found] == [True, True, False]
+    assert [ensured["policy_version"] for ensured, _ in found] == [0, 1, 1, 0]
+    assert [ensured["loaded"] for ensured, _ in found] == [True, True, False, True]
     answers = [played for _, played in found]
-    assert answers[0] == whole[0][1]
+    assert answers[0] == whole[0][1] == answers[3]
     assert answers[0] != answers[1] == answers[2]
 
 

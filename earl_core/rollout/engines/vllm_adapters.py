@@ -42,15 +42,6 @@ def adapter_arguments(rank: int, matrices: Mapping[str, torch.Tensor]) -> dict[s
     }
 
 
-def layer_matrices(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of a model's parameters that are matrices of its layers, which are numbered."""
-    return {
-        name: each
-        for name, each in parameters.items()
-        if each.ndim == 2 and any(part.isdigit() for part in name.split("."))
-    }
-
-
 class AdapterFolders:
     """Folders of versions in a folder of one engine. base: where the model lies."""
 

@@ -22,16 +22,13 @@ from earl_core.rollout.engines.engine import Completion, GenerationRequest, answ
 from earl_core.rollout.engines.held_versions import HeldVersion
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import LeftoverProcesses
-from earl_core.rollout.engines.vllm_adapters import (
-    AdapterFolders,
-    adapter_arguments,
-    layer_matrices,
-)
+from earl_core.rollout.engines.vllm_adapters import AdapterFolders, adapter_arguments
 from earl_core.rollout.engines.vllm_answers import completion, sampling_parameters
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.memory import resident_peak_bytes
 from earl_core.system.processes import descendants
 from earl_core.trajectory.samples import VersionSpan
+from earl_core.weights.adapter_pairs import layer_matrices
 from earl_core.weights.load import parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
 
