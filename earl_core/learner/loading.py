@@ -35,7 +35,7 @@ from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.device_copies import upload
 from earl_core.tensors.safetensors_layout import open_file
 from earl_core.tensors.slices import local_box
-from earl_core.weights.adapter_files import base_digest_of
+from earl_core.weights.adapter import base_digest_of
 from earl_core.weights.load import tensor_files
 from earl_core.weights.tied import check_tied
 

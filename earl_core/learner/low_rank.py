@@ -24,7 +24,7 @@ from earl_core.pretrained.adapter_checks import chosen_matrices
 from earl_core.pretrained.adapter_directory import pair_names
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import derive_seed
-from earl_core.weights.adapter_files import open_pairs
+from earl_core.weights.adapter import open_pairs
 from earl_core.weights.manifest import AdapterEntry
 
 if TYPE_CHECKING:

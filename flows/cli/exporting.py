@@ -59,7 +59,7 @@ def export(run: str, runs_directory: str, to: str, checkpoint: str, output: Path
 def _merge(adapter: Path, model: ModelConfig, target: Path) -> None:
     """Write the whole model that an adapter and its base make."""
     from earl_core.learner.state.model_files import copy_model_files
-    from earl_core.weights.adapter_files import write_merged
+    from earl_core.weights.adapter import write_merged
 
     base = Path(model.path)
     copy_model_files(base, target)

@@ -20,7 +20,7 @@ from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.adapter_directory import matrix_name
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.errors import CheckpointError
-from earl_core.weights.adapter_files import write_merged
+from earl_core.weights.adapter import write_merged
 from tests.learner import adapter_ranks
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
 from tests.learner.launched import launch

@@ -23,7 +23,7 @@ from earl_core.pretrained.adapter_directory import (
 from earl_core.pretrained.huggingface import PreTrainedModel, PreTrainedTokenizerBase
 from earl_core.tensors.errors import CheckpointError
 from earl_core.tensors.safetensors_layout import open_file
-from earl_core.weights.adapter_files import open_pairs
+from earl_core.weights.adapter import open_pairs
 from earl_core.weights.load import model_files
 from earl_core.weights.manifest import AdapterEntry
 
