@@ -29,12 +29,17 @@ def need_of(config: RunConfig) -> Need:
 
     Raises `ConfigError` for a model that is not there.
     """
-    model, rollout = Path(config.model.path), config.rollout
-    positions = read_model_shape(model).max_positions
+    model, rollout, adapter = Path(config.model.path), config.rollout, config.model.adapter
+    shape = read_model_shape(model)
+    positions = shape.max_positions
     columns = int(config.needs_reference) + int(config.needs_old_logprobs)
     tokens = min(rollout.max_model_len or positions, positions)
     samples = samples_bytes(rollout.episodes_per_iteration, tokens, columns)
-    return Need(published_bytes(model, rollout.dtype), samples * config.checkpoint.every)
+    if adapter is not None:
+        version = rollout.value_bytes * shape.with_adapter(adapter.shape).trained_parameters
+    else:
+        version = published_bytes(model, rollout.dtype)
+    return Need(version, samples * config.checkpoint.every)
 
 
 def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Finding]:
