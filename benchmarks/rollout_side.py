@@ -70,7 +70,7 @@ class Earl:
         await self._engine.start()
 
     async def measure(self, command: dict[str, Any]) -> dict[str, Any]:
-        await self._engine.load_weights(self._weights)  # as every iteration does
+        await self._engine.play_under(self._weights)  # as every iteration does
         rollout, games = self._config.rollout, command["games"]
         recorder = Recorder(self._engine)
         specs = [

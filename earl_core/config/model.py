@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
+import xxhash
 from pydantic import ConfigDict, Field, field_validator
 
 from earl_core.deployment.shapes import AdapterShape
@@ -45,6 +48,23 @@ class AdapterConfig(Settings):
         """The numbers that decide memory and work."""
         targets = () if isinstance(self.targets, str) else tuple(self.targets)
         return AdapterShape(rank=self.rank, targets=targets)
+
+    @property
+    def source_digest(self) -> str:
+        """xxh3_128 over the files in `from`, in hex; empty where there are none."""
+        files = sorted(Path(self.source).glob("adapter_*")) if self.source else []
+        return _digest_of(tuple((each, each.stat().st_mtime_ns) for each in files))
+
+
+@cache
+def _digest_of(files: tuple[tuple[Path, int], ...]) -> str:
+    state = xxhash.xxh3_128()
+    for path, _ in files:
+        state.update(f"{path.name}|{path.stat().st_size}|".encode())
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                state.update(piece)
+    return state.hexdigest() if files else ""
 
 
 class ModelConfig(Settings):

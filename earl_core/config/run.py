@@ -325,7 +325,16 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if update.get("zero_advantage") is None:
         # Keys of runs that were begun before the setting existed stay as they are.
         update.pop("zero_advantage", None)
-    return {name: look_up(whole, name) for name in names}
+    found = {name: look_up(whole, name) for name in names}
+    if (adapter := found.get(_ADAPTER, ...)) is None:
+        # Likewise.
+        del found[_ADAPTER]
+    elif config.model.adapter is not None and adapter is not ...:
+        adapter["digest"] = config.model.adapter.source_digest
+    return found
+
+
+_ADAPTER = "model.adapter"
 
 
 def look_up(mapping: dict[str, Any], dotted: str) -> Any:

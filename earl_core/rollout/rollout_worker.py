@@ -103,7 +103,8 @@ class RolloutWorker(RunWorker):
 
     async def ensure(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Make the engine run these weights: a dumped `WeightsManifest`, or {"directory",
-        "policy_version"} of a Hugging Face model directory, such as a checkpoint's.
+        "policy_version"} of a Hugging Face model directory, or an adapter's, such as a
+        checkpoint's.
 
         The first call, or `prepare`, builds the engine; weights are loaded only when version or
         digest differ. Raises `WeightSyncError`, `EngineLost` or `OutOfMemory`; after a lost engine
@@ -119,7 +120,7 @@ class RolloutWorker(RunWorker):
         if loaded:
             self._digest = ""
             try:
-                await engine.load_weights(manifest)
+                await engine.play_under(manifest)
             except (EngineLost, OutOfMemory):
                 await self._drop_engine()
                 raise
@@ -149,13 +150,10 @@ class RolloutWorker(RunWorker):
         if "directory" not in weights:
             return WeightsManifest.model_validate(weights)
         if self._directory is None or self._directory[0] != weights:
-            from earl_core.weights.load import manifest_from_directory
-            from earl_core.weights.tied import check_tied
+            from earl_core.weights.adapter import manifest_of_policy
 
             path, version = Path(weights["directory"]), int(weights["policy_version"])
-            trusted = self._config.model.trust_remote_code
-            await asyncio.to_thread(check_tied, path, trusted)
-            found = await asyncio.to_thread(manifest_from_directory, path, version, trusted)
+            found = await asyncio.to_thread(manifest_of_policy, path, version, self._config.model)
             self._directory = weights, found
         return self._directory[1]
 

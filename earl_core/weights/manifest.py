@@ -59,12 +59,19 @@ class AdapterEntry(_Frozen):
     """The tensors are pairs of an adapter, named as PEFT names them, and no whole model.
 
     alpha: their product is scaled by alpha / rank. targets: ends of the names of the matrices that
-    have a pair.
+    have a pair. base_digest: of the tensors in the files of the model that the pairs belong to;
+    empty where nobody wrote it down.
     """
 
     rank: int = Field(ge=1)
     alpha: float = Field(gt=0)
     targets: tuple[str, ...] = Field(min_length=1)
+    base_digest: str = ""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of a pair."""
+        return self.alpha / self.rank
 
 
 class WeightsManifest(_Frozen):

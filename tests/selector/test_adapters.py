@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from earl_core.config import parse_config
@@ -233,6 +235,12 @@ def directory(tmp_path: Path) -> Path:
         "max_position_embeddings": 512,
     }
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    files = {
+        f"model.layers.{layer}.block.{name}.weight": np.zeros((each.outputs, each.inputs), "f4")
+        for layer in range(2)
+        for name, each in ModelShape.from_config(raw).matrices.items()
+    }
+    save_file(files, tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -244,8 +252,11 @@ def test_a_runs_input_published_bytes_and_profile_know_its_adapter(directory: Pa
     seen = SelectionInput.of(lean, HARDWARE, shape)
     assert seen.model.trained_parameters == 2 * 2 * 4 * 128
     assert SelectionInput.model_validate_json(seen.model_dump_json()) == seen
-    assert need_of(plain).version == 2 * shape.parameters
-    assert need_of(lean).version == 2 * 2 * 2 * 4 * 128
+    # By the headers of the model's files.
+    assert need_of(lean).version == 2 * seen.model.trained_parameters
+    whole = parse_config(run_file(directory, adapter={"rank": 4}))
+    trained = SelectionInput.of(whole, HARDWARE, shape).model.trained_parameters
+    assert need_of(whole).version == 2 * trained < need_of(plain).version / 4
     other = parse_config(run_file(directory, adapter={"rank": 8, "targets": ["q_proj", "v_proj"]}))
     marks = {fingerprint_of(each, HARDWARE, shape) for each in (plain, lean, other)}
     assert len(marks) == 3

@@ -23,6 +23,7 @@ from earl_core.rollout.engines.engine import Completion, GenerationRequest, answ
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import LeftoverProcesses
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
+from earl_core.system.errors import ConfigError
 from earl_core.system.memory import resident_peak_bytes
 from earl_core.system.processes import descendants
 from earl_core.trajectory.samples import VersionSpan
@@ -38,12 +39,12 @@ _STOP_SECONDS = 20.0
 _ENDED_BY_SIGNAL = re.compile(r"proc\(s\): \{[^}]*: -\d")
 
 
-class VllmEngine(BaseEngine):
+class VllmEngine(BaseEngine[None]):
     """An `Engine` on vLLM's `AsyncLLM`.
 
     Prompts that extend earlier ones hit vLLM's prefix cache, whole blocks at a time. Cached and
     uncached prefixes differ in rounding, so in bfloat16 a repeated rollout need not be equal.
-    `load_weights` waits for running answers and holds back new ones meanwhile.
+    Loading whole weights waits for running answers and holds back new ones meanwhile.
     """
 
     lockstep = False
@@ -79,6 +80,8 @@ class VllmEngine(BaseEngine):
 
         Raises `OutOfMemory` when weights or the cache of one sequence do not fit.
         """
+        if self._settings.adapter_rank is not None:
+            raise ConfigError("the vLLM engine plays no adapter yet: use rollout.engine=torch")
         trusted = self._settings.trust_remote_code
         self._parameters = parameters_of(self._directory, trusted)
         self._config_digest = config_digest(self._directory, trusted)
@@ -125,9 +128,17 @@ class VllmEngine(BaseEngine):
         while not self._open.is_set():
             await self._open.wait()
         self._check_alive()
-        version = self._version()
-        self._enter(requests)
-        self._idle.clear()
+        try:
+            async with self._entered(requests):
+                self._idle.clear()
+                return await self._answers(requests, self._version())
+        finally:
+            if not self._running:
+                self._idle.set()
+
+    async def _answers(
+        self, requests: Sequence[GenerationRequest], version: int
+    ) -> list[Completion]:
         answers = [asyncio.ensure_future(self._answer(each, version)) for each in requests]
         try:
             return await asyncio.gather(*answers)
@@ -142,9 +153,7 @@ class VllmEngine(BaseEngine):
             for answer in answers:
                 answer.cancel()
             await asyncio.gather(*answers, return_exceptions=True)
-            self._cancelled.difference_update(self._leave(requests))
-            if not self._running:
-                self._idle.set()
+            self._cancelled -= {self._running[each.sequence_id] for each in requests}
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
         """Abort the requests in vLLM, and give up those that wait for admission."""
@@ -168,9 +177,8 @@ class VllmEngine(BaseEngine):
     def finish(self, sequence_ids: Collection[int]) -> None:
         """Do nothing: vLLM evicts the blocks that were used longest ago when it needs room."""
 
-    async def load_weights(self, manifest: WeightsManifest) -> None:
-        """Replace the weights in vLLM's workers while no request runs, as `Engine` wants."""
-        self._check_alive()
+    async def _load_whole(self, manifest: WeightsManifest) -> None:
+        """Replace the weights in vLLM's workers while no request runs."""
         await asyncio.to_thread(self._matched, manifest, self._parameters)
         async with self._no_requests():
             try:
@@ -197,6 +205,12 @@ class VllmEngine(BaseEngine):
                 raise WeightSyncError(self._lost, engine_lost=True) from error
             self.policy_version = manifest.policy_version
 
+    async def _load_pairs(self, manifest: WeightsManifest) -> None:
+        """`start` refuses adapters."""
+
+    async def _unload_pairs(self, loaded: None) -> None:
+        """`start` refuses adapters."""
+
     async def release_memory(self) -> None:
         """Give up weights and KV cache: on a GPU by sleep level 2, on a CPU by their pages."""
         self._check_alive()
@@ -210,7 +224,7 @@ class VllmEngine(BaseEngine):
             self.policy_version = None
 
     async def restore_memory(self) -> None:
-        """Undo `release_memory`; `load_weights` must follow."""
+        """Undo `release_memory`; `play_under` must follow."""
         self._check_alive()
         if self._sleeps:
             await self._answered(self._engine.wake_up())

@@ -138,7 +138,7 @@ class SelectionInput(Settings):
     def in_ranks_of_update(self, stage: str) -> bool:
         """Tell whether the update's ranks do the stage: they score with the frozen model where they
         train an adapter beside it."""
-        return STAGES[stage].scores and self.model.adapter is not None
+        return STAGES[stage].done_by(self) != STAGES[stage].role
 
     def configured(self) -> tuple[StageDeployment, StageDeployment]:
         """Deployments of rollout and update that the configuration names for the iteration."""
