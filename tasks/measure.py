@@ -68,7 +68,7 @@ def profile_of(
 def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> str:
     """Equal where a measurement of one run holds for the other."""
     rollout, update, algorithm = config.rollout, config.update, config.algorithm
-    vllm = rollout.engine == "vllm"
+    vllm, adapter = rollout.engine == "vllm", config.model.adapter
     # Measured figures differ a little each time; the GPU's name stands for them.
     apart = {"fewest_hosts", "figures"} | (set() if hardware.gpus else _OF_GPUS)
     sizes = hardware.model_dump(exclude=apart)
@@ -78,7 +78,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
         # Measured again by each run: what matters is its order.
         sizes[name] = round(math.log(max(1.0, sizes[name]), 4))
     return fingerprint(
-        {"format": FORMAT, "model": model.model_dump()},
+        {"format": FORMAT, "model": model.model_dump(exclude={"adapter"})},
         {
             "engine": rollout.engine,
             "dtype": rollout.dtype,
@@ -91,6 +91,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
             "old_logprobs": config.needs_old_logprobs,
             "kl": algorithm.kl.placement,
             "entropy": algorithm.entropy_coefficient > 0,
+            **({"adapter": adapter.shape.model_dump(mode="json")} if adapter else {}),
         },
         {"hardware": sizes, "cpu": processor_name()},
         {name: installed(name) or "" for name in _PACKAGES + (_VLLM if vllm else ())},

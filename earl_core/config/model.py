@@ -10,6 +10,7 @@ from typing import Literal
 import xxhash
 from pydantic import ConfigDict, Field, field_validator
 
+from earl_core.deployment.shapes import AdapterShape
 from earl_core.system.settings import Options, Place, Settings
 
 # `models/` is where recipes and documentation keep directories.
@@ -41,6 +42,12 @@ class AdapterConfig(Settings):
         description="A directory in PEFT's format with the pairs to begin from; by default A is "
         "random and B is 0, which is the model itself.",
     )
+
+    @property
+    def shape(self) -> AdapterShape:
+        """The numbers that decide memory and work."""
+        targets = () if isinstance(self.targets, str) else tuple(self.targets)
+        return AdapterShape(rank=self.rank, targets=targets)
 
     @property
     def source_digest(self) -> str:

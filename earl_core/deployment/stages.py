@@ -151,7 +151,15 @@ STAGES: Mapping[str, Stage] = {
     for stage in (
         Stage(
             "select",
-            settings=("rollout", "experience", "update", "stages", "selector", "model.path"),
+            settings=(
+                "rollout",
+                "experience",
+                "update",
+                "stages",
+                "selector",
+                "model.path",
+                "model.adapter",
+            ),
             makes="plan",
         ),
         Stage(
