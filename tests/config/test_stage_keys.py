@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import load_config, parse_config
-from earl_core.config.run import RunConfig, stage_key
+from earl_core.config.run import RunConfig
+from earl_core.config.stage_keys import stage_key
 from earl_core.deployment.stages import STAGE_SETTINGS, taking_part, waves
 
 KNOWN = Path(__file__).with_name("stage_keys.json")
