@@ -232,8 +232,9 @@ class RunController:
         if plan.iteration >= self.config.iterations:
             needed = {EVALUATION.role: unsealed(EVALUATION.name)}
         else:
-            stages = taking_part(self.config, self.config.imitates(plan.iteration))
-            doing = {role: [s.name for s in stages if s.role == role] for role in PLACED}
+            config = self.config
+            stages = taking_part(config, config.imitates(plan.iteration))
+            doing = {role: [s.name for s in stages if s.done_by(config) == role] for role in PLACED}
             needed = {role: unsealed(*stages) for role, stages in doing.items()}
         roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]
         self.groups.start_ahead((role, plan.stages[role]) for role in roles)

@@ -90,7 +90,8 @@ class Stage:
     optional: the attribute, dotted, of a configuration, and of the selection's input where the
     stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
     forward pass of the update's model alone, laid out as the update is unless the choice is its
-    own.
+    own. joins: the attribute of a configuration that says whether the ranks of the update do it,
+    which hold its model then; empty: they never do.
     """
 
     name: str
@@ -101,6 +102,12 @@ class Stage:
     optional: str = ""
     scores: bool = False
     imitates: bool | None = None
+    joins: str = ""
+
+    def done_by(self, config: Any) -> str:
+        """The role whose worker groups do the stage in a run of this configuration."""
+        joined = self.joins and attrgetter(self.joins)(config)
+        return "update" if joined else self.role
 
     def takes_part(self, given: Any, imitates: bool = False) -> bool:
         """True when an iteration of this configuration, or for this selection's input, has the
@@ -122,6 +129,7 @@ _PLAY = (
     "seed",
     "model.path",
     "model.chat_template",
+    "model.adapter",
     "environment",
     "environments",
     "rollout.engine",
@@ -150,7 +158,15 @@ STAGES: Mapping[str, Stage] = {
     for stage in (
         Stage(
             "select",
-            settings=("rollout", "experience", "update", "stages", "selector", "model.path"),
+            settings=(
+                "rollout",
+                "experience",
+                "update",
+                "stages",
+                "selector",
+                "model.path",
+                "model.adapter",
+            ),
             makes="plan",
         ),
         Stage(
@@ -198,6 +214,7 @@ STAGES: Mapping[str, Stage] = {
             optional="needs_reference",
             scores=True,
             imitates=False,
+            joins="reference_joins",
         ),
         Stage("reward", "experience", reads=("rollout",), settings=_SCORED, imitates=False),
         Stage(
@@ -213,6 +230,7 @@ STAGES: Mapping[str, Stage] = {
             reads=("rollout", "demonstrate", "reference", "advantage"),
             settings=(
                 "seed",
+                "model.adapter",
                 "algorithm",
                 "environments.kl",
                 "rollout.temperature",

@@ -21,10 +21,10 @@ from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
-from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
+from earl_core.learner.data.samples import Minibatch, gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
-from earl_core.learner.deterministic import choose_algorithms
 from earl_core.learner.imitation import Imitation
+from earl_core.learner.kernels import choose_kernels
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
@@ -78,7 +78,7 @@ class PolicyLearner:
         logits_chunk_tokens: int | None = None,
         offload_optimizer: bool = False,
     ) -> None:
-        choose_algorithms(deterministic=update.deterministic)
+        choose_kernels(deterministic=update.deterministic)
         mesh = mesh or create_mesh()
         if mesh.device.type == "cpu":
             keep_freed_memory()
@@ -96,6 +96,7 @@ class PolicyLearner:
             mesh,
             mixed=bf16_is_fast(mesh.device) if update.precision == "auto" else update.mixed,
             chunk_tokens=logits_chunk_tokens,
+            seed=seed,
         )
         self.tokenizer = load_tokenizer(model)
         self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
@@ -110,10 +111,10 @@ class PolicyLearner:
         if self._compiled:
             compile_layers(parallel.model)
         checkpoint_activations(parallel.model, self.config.activation_checkpointing)
-        self.optimizer.bind(self.named_parameters())
+        self.optimizer.bind(parallel.trained.items())
         for name, tensors in state.items():
             self.optimizer.load_state(name, tensors)
-        self._gradients = Gradients(parallel.model.parameters(), self.mesh)
+        self._gradients = Gradients(parallel.trained.values(), self.mesh)
         self._feed = Feed(self.device, self.mesh)
         self._ranks = Ranks(self.mesh, "data_parallel")
         # Ranks with other samples count on this one even where it has none.
@@ -144,7 +145,8 @@ class PolicyLearner:
         return self.model.named_parameters()
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The policy's float32 weights by state-dict name, tied ones once; not copied.
+        """The policy's weights by state-dict name, tied ones once; not copied. Float32, but what an
+        adapter leaves frozen may be bf16.
 
         Plain tensors, or DTensors where the mesh has cut them.
         """
@@ -220,7 +222,8 @@ class PolicyLearner:
         self.optimizer.learning_rate = rate
         skipped = skipped or Skipped()
         metrics = UpdateMetrics(rate)
-        table, own = self._table(samples, skipped, algorithm)
+        whole = algorithm.whole_episodes
+        table, own = gathered_table(self._ranks, samples, skipped.table, whole)
         steps = 0
         for epoch in range(config.epochs):
             minibatches = split_table(
@@ -251,11 +254,15 @@ class PolicyLearner:
             optimizer=self.optimizer,
             state=state,
             mesh=self.mesh,
+            adapter=self.parallel.adapter,
         )
 
     def try_saving(self, parent: Path) -> None:
         """Try to write a training state below `parent`, as `checkpoint.try_training_state` does."""
-        try_training_state(parent, model=self.model, tokenizer=self.tokenizer, mesh=self.mesh)
+        model, adapter = self.model, self.parallel.adapter
+        try_training_state(
+            parent, model=model, tokenizer=self.tokenizer, mesh=self.mesh, adapter=adapter
+        )
 
     def restore(self, directory: Path) -> dict[str, Any]:
         """Continue from a training state, bit for bit; returns the `state` given to `save`.
@@ -263,7 +270,11 @@ class PolicyLearner:
         Any mesh reads what any other wrote.
         """
         return read_training_state(
-            directory, model=self.model, optimizer=self.optimizer, mesh=self.mesh
+            directory,
+            model=self.model,
+            optimizer=self.optimizer,
+            mesh=self.mesh,
+            adapter=self.parallel.adapter,
         )
 
     @property
@@ -280,20 +291,6 @@ class PolicyLearner:
         first = 0 if imitation is None else imitation.iterations
         rate = learning_rate(self.config, iteration - first, self.iterations - first)
         return self._algorithm, rate
-
-    def _table(
-        self, samples: Sequence[TrainingSample], skipped: Skipped, algorithm: Algorithm
-    ) -> tuple[np.ndarray, range]:
-        """Gather the table that decides the minibatches, of all ranks' samples and then of the
-        skipped ones, and the range of this rank's rows."""
-        parts = self._ranks.gather_rows(sample_table(samples))
-        if algorithm.whole_episodes and (torn := episodes_on_several(parts)):
-            raise ValueError(
-                f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
-                "samples of an episode together: deal whole episodes or groups to the ranks."
-            )
-        first = sum(map(len, parts[: self._ranks.rank]))
-        return np.concatenate([*parts, skipped.table]), range(first, first + len(samples))
 
     def _plan(
         self, samples: Sequence[TrainingSample], rows: Sequence[int], algorithm: Algorithm

@@ -296,7 +296,7 @@ def test_memory_is_released_and_restored(driver: Driver) -> None:
     assert all(resident_bytes(pid)[1] < 2**30 for pid in driver.engine.pids())
     driver.run(driver.engine.restore_memory())
     if driver.engine.policy_version is None:
-        driver.run(driver.engine.load_weights(manifest_from_directory(driver.directory, 0)))
+        driver.run(driver.engine.play_under(manifest_from_directory(driver.directory, 0)))
     assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]
 
 
@@ -309,7 +309,7 @@ def test_updated_weights_are_the_ones_that_answer_there_and_back(
     new = publish(model.state_dict(), tmp_path / "published", 41, "float32")
     long = [request(index, PROMPTS[index] * 2) for index in range(3)]
     driver.generate(long)
-    driver.run(driver.engine.load_weights(new))
+    driver.run(driver.engine.play_under(new))
     assert driver.engine.policy_version == 41
     for item, answer in zip(long, driver.generate(long), strict=True):
         expected = model_logprobs(model, item.tokens, answer.tokens, 0.7)
@@ -317,7 +317,7 @@ def test_updated_weights_are_the_ones_that_answer_there_and_back(
         assert answer.spans == [VersionSpan(41, 0, len(answer.tokens))]
         np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
         assert np.abs(np.subtract(former, expected)).mean() > 0.1
-    driver.run(driver.engine.load_weights(old))
+    driver.run(driver.engine.play_under(old))
     for item, answer in zip(long, driver.generate(long), strict=True):
         expected = reference_logprobs(driver.directory, item.tokens, answer.tokens, 0.7)
         np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
@@ -350,7 +350,7 @@ def test_weights_that_are_not_the_models_are_refused(
     elif damage == "gone":
         path.unlink()
     with pytest.raises(WeightSyncError) as caught:
-        driver.run(driver.engine.load_weights(manifest))
+        driver.run(driver.engine.play_under(manifest))
     assert not caught.value.engine_lost
     assert driver.engine.policy_version == version
     assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]

@@ -15,8 +15,8 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.selector.model.activations import selective_layer_bytes
 from earl_core.selector.model.catalogue import MODELS
-from earl_core.selector.model.memory_model import selective_layer_bytes
 from earl_core.selector.profile.profile_table import candidate_of_key, key_of
 from tests.learner import fake_peaks
 from tests.learner.helpers import random_samples, save_model

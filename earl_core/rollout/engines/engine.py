@@ -65,8 +65,12 @@ class Engine(Protocol):
     `lockstep` engines want all live sequences in one `generate` call and give results that depend
     on the batches alone, never on timing. Others batch concurrent `generate` calls themselves, so
     that each episode may call on its own. All methods run on one event loop; `generate` may be
-    awaited concurrently. The outcome of calls that overlap `load_weights` is defined: each
-    token is sampled under the policy version that its span reports.
+    awaited concurrently, also while `play_under` runs: each token is sampled under the policy
+    version that its span reports.
+
+    A version is whole weights, of which an engine has one set, or the pairs of an adapter beside
+    the model that it started with. Those live side by side: a request is answered under the version
+    that was current when it entered. An engine is built for one of the two.
     """
 
     @property
@@ -75,7 +79,8 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int | None:
-        """Version of the weights in use; none before they are defined."""
+        """The version that requests which enter now are answered under; none before there is
+        one."""
 
     @property
     def max_model_len(self) -> int:
@@ -102,18 +107,27 @@ class Engine(Protocol):
     def finish(self, sequence_ids: Collection[int]) -> None:
         """Forget these sequences and free what is cached for them; unknown ids are ignored."""
 
-    async def load_weights(self, manifest: WeightsManifest) -> None:
-        """Replace the weights; afterwards `policy_version` is the manifest's.
+    async def play_under(self, manifest: WeightsManifest) -> None:
+        """Answer the requests that enter from now on under this version, which then is
+        `policy_version`.
 
-        Raises `WeightSyncError` unless exactly the model's tensors arrived with the right bytes.
+        Whole weights are loaded in place of the former ones; running requests are waited for or go
+        on, as the engine has it. Pairs are loaded if this version is not held, and nobody waits;
+        the former one is unloaded when its last request is answered, unless it is kept. Raises
+        `WeightSyncError` unless exactly the model's tensors, or the pairs of exactly the matrices
+        that the manifest names, arrived with the right bytes; the former version then goes on.
         """
+
+    async def keep(self, versions: Collection[int]) -> None:
+        """Hold these versions though no request uses them, so that `play_under` finds them; those
+        of the call before no longer. Means nothing where versions are whole weights."""
 
     async def release_memory(self) -> None:
         """Give memory back between rollouts; cached sequences are lost."""
 
     async def restore_memory(self) -> None:
         """Undo `release_memory`. Where the weights were given up, `policy_version` becomes none
-        and `load_weights` must follow."""
+        and `play_under` must follow."""
 
     async def stop(self) -> None:
         """End the engine and every process it started. May be called twice."""
@@ -122,7 +136,8 @@ class Engine(Protocol):
         """Totals since the start.
 
         `generated_tokens`, `prompt_tokens`, `prefix_hit_tokens` (prompt tokens whose keys and
-        values were reused), `requests`, and `peak_memory_bytes` where it is known.
+        values were reused), `requests`, and `peak_memory_bytes` where it is known. Not a total:
+        `held_versions`, the pairs that are loaded now.
         """
 
     def pids(self) -> list[int]:
