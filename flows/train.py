@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +38,9 @@ async def train(
     name: Annotated[
         Annotated[str, Field(title="A name")] | Unset, titled("Name of the run")
     ] = None,
+    begin_from: Annotated[
+        Annotated[str, Field(title="A run or a model")] | Unset, titled("Begin from")
+    ] = None,
     iterations: Annotated[AtLeastOne | Unset, titled("Iterations")] = None,
     seed: Annotated[Annotated[int, Field(title="A number")] | Unset, titled("Random seed")] = None,
     prompts_per_iteration: Annotated[AtLeastOne | Unset, titled("Prompts per iteration")] = None,
@@ -51,6 +55,8 @@ async def train(
     Args:
         config: A recipe, or the path of a run file, as the host of the worker sees it.
         name: Name of the run and of its directory. A run of this name is continued.
+        begin_from: Weights to begin a new run with: of another run (`RUN`, `RUN@12`), of a model
+            directory or of a model of the hub. The setting `model.from`.
         iterations: Number of iterations in all, those that are done already included.
         seed: Random seed of the run.
         prompts_per_iteration: Number of prompts (starting states) of an iteration.
@@ -67,6 +73,8 @@ async def train(
         "update.learning_rate": learning_rate,
     }
     given = [f"{key}={value}" for key, value in common.items() if value is not None]
+    # A run may be called 7.
+    given += [f"model.from={json.dumps(begin_from)}"] if begin_from is not None else []
     settings = configured(config, [*given, *overrides])
     if isinstance(settings, State):
         return settings

@@ -133,6 +133,7 @@ def _selection_input(
         controller.config,
         controller.hardware,
         controller.model,
+        reference_models=controller.reference_models,
         iteration=iteration,
         attempt=attempt,
         iterations_left=max(1, controller.config.iterations - iteration),

@@ -1,18 +1,13 @@
-"""The whole configuration of a run, and when two executions of a stage are the same.
-
-The key that a stage's sealed manifest must carry covers the run, the iteration, the stage, the data
-of its inputs and the settings that the table of stages names. It never covers how the stage was
-laid out on the hardware: a plan may change between a failure and the resume, and what was finished
-stays finished.
-"""
+"""The whole configuration of a run."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import xxhash
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -20,7 +15,7 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
-from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -42,9 +37,10 @@ from earl_core.config.services import (
 )
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.deployment.stages import STAGE_SETTINGS
-from earl_core.system.files import canonical_json
 from earl_core.system.settings import Place, Settings
+
+KEPT_ANCESTOR = "ancestor"
+"""The folder of a run directory that holds a copy of its ancestor's model."""
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
 """Names that Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
@@ -184,7 +180,13 @@ class RunConfig(Settings):
             twice = sorted({title for title in titles if titles.count(title) > 1})
             if twice:
                 raise ValueError(f"{what} have the label {twice[0]!r} twice: give each its own")
-        self.reward.check_environments(self.played)
+        self.reward.check_environments(
+            {
+                label: self.own_weight(label) != 0
+                or (self.needs_reference and self.penalty(label).coefficient > 0)
+                for label in self.played
+            }
+        )
         for suite in self.evaluation.suites:
             self.reward.check_suite(suite.label, suite.scored_by)
         return self
@@ -214,10 +216,12 @@ class RunConfig(Settings):
                 "engine's log-probs itself, so algorithm.importance_correction would do it twice: "
                 "leave it out"
             )
-        if (algorithm.kl.placement == "none") != (algorithm.kl.coefficient == 0.0):
+        charged = any(self.penalty(label).coefficient for label in self.played)
+        if (algorithm.kl.placement == "none") == charged:
             raise ValueError(
                 "algorithm.kl.placement and algorithm.kl.coefficient contradict each other: set "
-                "placement to `loss` or `reward` and a positive coefficient, or neither"
+                "placement to `loss` or `reward` and a positive coefficient (of an environment's "
+                "own kl, too), or neither"
             )
         turn, microbatch = rollout.max_tokens_per_turn, self.update.max_tokens_per_microbatch
         if turn is not None and microbatch is not None and turn > microbatch:
@@ -235,6 +239,57 @@ class RunConfig(Settings):
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages)
         return self
+
+    @property
+    def initial_model(self) -> ModelConfig:
+        """The model of policy version 0, as the run's processes load it: of a run with an ancestor
+        the copy in its directory."""
+        if self.model.ancestor is None:
+            return self.model
+        return self.model.at(Path(self.runs_directory, self.name, KEPT_ANCESTOR, "model"))
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The frozen models that score the episodes, as the settings name them, each once."""
+        if not self.needs_reference:
+            return ()
+        charged = (self.penalty(label) for label in self.played)
+        return tuple(dict.fromkeys(each.reference for each in charged if each.coefficient))
+
+    @property
+    def reference_joins(self) -> bool:
+        """True when the one reference is the base of an adapter, which the update's ranks hold."""
+        return self.model.adapter is not None and self.references == (INITIAL,)
+
+    def penalty(self, label: str) -> PenaltyConfig:
+        """The KL penalty of an environment's episodes."""
+        own = self.mixture[label].kl if label in self.mixture else None
+        return self.algorithm.kl if own is None else own
+
+    @property
+    def one_penalty(self) -> bool:
+        """True when all episodes have the same KL penalty, or none has any."""
+        return all(self.penalty(label) == self.algorithm.kl for label in self.played)
+
+    def own_weight(self, label: str) -> float:
+        """The weight of an environment's own reward."""
+        given = self.mixture[label].reward_weight if label in self.mixture else None
+        return self.reward.environment_weight if given is None else given
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """Labels of the suites that a checkpoint must not fall behind in to be the best one."""
+        return tuple(each.label for each in self.evaluation.suites if each.gate)
+
+    def reference_model(self, text: str) -> ModelConfig:
+        """One of the `references`, as the run's processes load it."""
+        own = self.initial_model
+        return own.whole(own.path if text == INITIAL else self.teacher(text) / "model")
+
+    def teacher(self, text: str) -> Path:
+        """The folder of the run directory for a reference that is not the initial policy."""
+        folder = xxhash.xxh3_64_hexdigest(text.encode())
+        return Path(self.runs_directory, self.name, "references", folder)
 
     @property
     def played(self) -> Mapping[str, EnvironmentConfig]:
@@ -256,7 +311,7 @@ class RunConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """True when the frozen initial policy must score the episodes."""
+        """True when a frozen model must score the episodes."""
         return self.algorithm.kl.placement != "none"
 
     @property
@@ -291,55 +346,3 @@ class RunConfig(Settings):
         """True when the trainer scores the episodes before its first optimizer step."""
         steps = self.update.epochs * self.update.minibatches
         return steps > 1 or self.algorithm.importance_correction is not None
-
-
-_SUPERVISION = (
-    "hosts",
-    "deterministic",
-    "tool_timeout_seconds",
-    "step_timeout_seconds",
-    "start_timeout_seconds",
-    "call_timeout_seconds",
-    "episode_timeout_seconds",
-)
-"""Settings of an environment that decide how it is supervised, not what is played."""
-
-
-def stage_key(
-    config: RunConfig, uid: str, iteration: int, stage: str, inputs: Sequence[str]
-) -> str:
-    """sha256 in hex; `inputs` are the data digests of the input manifests, in order."""
-    content = [uid, iteration, stage, list(inputs), stage_settings(config, stage)]
-    return hashlib.sha256(canonical_json(content)).hexdigest()
-
-
-def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
-    """The settings that a stage's result depends on, by dotted name."""
-    names = STAGE_SETTINGS[stage]
-    whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
-    suites = whole.get("evaluation", {}).get("suites", ())
-    for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
-        for name in _SUPERVISION if played else ():
-            del played[name]
-    update = whole.get("update", {})
-    if update.get("zero_advantage") is None:
-        # Keys of runs that were begun before the setting existed stay as they are.
-        update.pop("zero_advantage", None)
-    found = {name: look_up(whole, name) for name in names}
-    if (adapter := found.get(_ADAPTER, ...)) is None:
-        # Likewise.
-        del found[_ADAPTER]
-    elif config.model.adapter is not None and adapter is not ...:
-        adapter["digest"] = config.model.adapter.source_digest
-    return found
-
-
-_ADAPTER = "model.adapter"
-
-
-def look_up(mapping: dict[str, Any], dotted: str) -> Any:
-    """The setting of this dotted name."""
-    value: Any = mapping
-    for part in dotted.split("."):
-        value = value[part]
-    return value

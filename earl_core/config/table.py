@@ -18,7 +18,7 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     turn = rollout.max_tokens_per_turn
     return [
         ("run directory", f"{config.runs_directory}/{config.name}", "runs_directory, name"),
-        ("model", config.model.path, "model.path"),
+        ("model", config.model.shown, "model.from" if config.model.ancestor else "model.path"),
         *_played_rows(config),
         (
             "engine",

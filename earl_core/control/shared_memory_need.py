@@ -30,7 +30,7 @@ def need_of(config: RunConfig) -> Need:
 
     Raises `ConfigError` for a model that is not there.
     """
-    model, rollout = Path(config.model.path), config.rollout
+    model, rollout = Path(config.initial_model.path), config.rollout
     positions = read_model_shape(model).max_positions
     columns = int(config.needs_reference) + int(config.needs_old_logprobs)
     tokens = min(rollout.max_model_len or positions, positions)

@@ -89,8 +89,8 @@ class Stage:
     optional: the attribute, dotted, of a configuration, and of the selection's input where the
     stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
     forward pass of the update's model alone, laid out as the update is unless the choice is its
-    own. joins: the attribute, dotted, of a configuration that has the ranks of the update do it,
-    which hold its model already; empty: none has.
+    own. joins: the attribute of a configuration that says whether the ranks of the update do it,
+    which hold its model then; empty: they never do.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Stage:
 
     def done_by(self, config: Any) -> str:
         """The role whose worker groups do the stage in a run of this configuration."""
-        joined = self.joins and attrgetter(self.joins)(config) is not None
+        joined = self.joins and attrgetter(self.joins)(config)
         return "update" if joined else self.role
 
     def takes_part(self, given: Any) -> bool:
@@ -138,6 +138,7 @@ _PLAY = (
 """Settings of whatever is played, for training or to evaluate."""
 
 _SCORED = (
+    "environments.reward_weight",
     "reward.functions",
     "reward.environment_weight",
     "reward.python",
@@ -178,17 +179,23 @@ STAGES: Mapping[str, Stage] = {
             "reference",
             "reference",
             reads=("rollout",),
-            settings=("model.path", "rollout.temperature", "update.precision"),
+            settings=(
+                "model.path",
+                "rollout.temperature",
+                "update.precision",
+                "algorithm.kl.reference",
+                "environments.kl",
+            ),
             optional="needs_reference",
             scores=True,
-            joins="model.adapter",
+            joins="reference_joins",
         ),
         Stage("reward", "experience", reads=("rollout",), settings=_SCORED),
         Stage(
             "advantage",
             "experience",
             reads=("rollout", "reward", "reference"),
-            settings=("algorithm.advantage", "algorithm.kl"),
+            settings=("algorithm.advantage", "algorithm.kl", "environments.kl"),
         ),
         Stage(
             "update",
@@ -198,6 +205,7 @@ STAGES: Mapping[str, Stage] = {
                 "seed",
                 "model.adapter",
                 "algorithm",
+                "environments.kl",
                 "rollout.temperature",
                 "update.precision",
                 "update.learning_rate",

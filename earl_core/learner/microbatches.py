@@ -170,6 +170,7 @@ class Algorithm:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._objective = _objective(config)
+        self._kl = config.kl
         correction = config.importance_correction
         self._correction = (
             None if correction is None else ImportanceCorrection(**correction.model_dump())
@@ -228,6 +229,7 @@ class Algorithm:
             torch.from_numpy(counts).to(logprobs.device, non_blocking=True),
             minibatch.totals,
             reference_logprobs=columns.get("reference_logprobs"),
+            kl_coefficient=columns.get("kl_coefficient", self._kl.at(minibatch.iteration)),
             entropy=entropy,
         )
         return Evaluated(result, old, weights)

@@ -10,6 +10,7 @@ runs/<name>/
   system.jsonl                   how loaded the machine was, while it was tracked
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
+  ancestor/                      a copy of the weights that it began with (`control.ancestor`)
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
   logs/attempt_1/                worker logs
 """
@@ -28,7 +29,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.config import ConfigError, RunConfig, dump_config
-from earl_core.config.run import look_up
+from earl_core.config.stage_keys import look_up
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
@@ -37,6 +38,7 @@ from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.checkpoints import (
     MARKER,
     best_evaluated,
+    gated_returns,
     remove_checkpoint,
     remove_leftovers,
     stable_checkpoints,
@@ -130,7 +132,7 @@ class RunDirectory:
         if "settings" not in self.record:
             return
         before, now = self.record["settings"], settings_of(self.config)
-        different = [part for part in _IDENTITY if look_up(before, part) != look_up(now, part)]
+        different = [part for part in _IDENTITY if _given(before, part) != _given(now, part)]
         if _played(before) != _played(now):
             different.append("environment")
         if different:
@@ -275,9 +277,9 @@ class RunDirectory:
         return max(self.stable_iterations(), default=-1)
 
     def best_stable(self) -> int | None:
-        """The last iteration before the best evaluation of those whose checkpoint is there."""
-        found = self.evaluations()
-        returns = {each.policy_version: each.metrics.get("return/mean") for each in found}
+        """The last iteration before the best evaluation of those whose checkpoint is there and
+        that no gate keeps out."""
+        returns = gated_returns(self.evaluations(), self.config.gates)
         return best_evaluated(self.path, returns)
 
     def mark_stable(self, iteration: int) -> None:
@@ -375,6 +377,14 @@ class RunDirectory:
         if self._store_lock is not None:
             self._store_lock.release()
         self._lock.release()
+
+
+def _given(settings: Mapping[str, Any], part: str) -> Any:
+    """Return a setting, of a section the keys that are set: a run may be older than a key."""
+    value = look_up(dict(settings), part)
+    if isinstance(value, Mapping):
+        return {name: each for name, each in value.items() if each is not None}
+    return value
 
 
 def _played(settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -7,12 +7,12 @@ spill.
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.run import KEPT_ANCESTOR
 from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
@@ -22,7 +22,7 @@ from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpo
 from earl_core.run.policy_versions import INITIAL_VERSION, PolicyVersions
 from earl_core.run.record import read_uid, write_record
 from earl_core.run.run_stores import run_store
-from earl_core.system.files import make_directory, write_atomic
+from earl_core.system.files import link_or_copy, make_directory, write_atomic
 
 
 def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted: RunConfig) -> None:
@@ -32,6 +32,8 @@ def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted:
     Raises `ConfigError` when the weights that the iteration starts from are gone.
     """
     make_directory(target, mode=0o700)
+    if (run / KEPT_ANCESTOR).is_dir():
+        shutil.copytree(run / KEPT_ANCESTOR, target / KEPT_ANCESTOR, copy_function=link_or_copy)
     _copy_checkpoint(run, iteration, target)
     uid = new_uid()
     write_record(target, {"uid": uid, "attempts": 0})
@@ -77,15 +79,7 @@ def _copy_checkpoint(run: Path, iteration: int, target: Path) -> None:
     name = f"{maker:06d}"
     source = run / "checkpoints" / name
     with holding_checkpoint(source / MARKER):
-        shutil.copytree(source, target / "checkpoints" / name, copy_function=_link_or_copy)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    """Checkpoints are large and never written again."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copyfile(source, target)
+        shutil.copytree(source, target / "checkpoints" / name, copy_function=link_or_copy)
 
 
 def _copy_shards(run: Path, config: RunConfig, manifest: Manifest, store: ShardStore) -> None:

@@ -1,4 +1,4 @@
-"""The pairs of a published adapter, matched to the matrices of a model."""
+"""The pairs of a published adapter beside the matrices of a model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 
 import torch
 
+from earl_core.config.model import ModelConfig
+from earl_core.pretrained.adapter_checks import chosen_matrices
 from earl_core.pretrained.adapter_directory import chosen, pair_names
 from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.hashing import digest_of
-from earl_core.weights.load import names_problem, open_weights
-from earl_core.weights.manifest import WeightsManifest
+from earl_core.weights.load import names_problem, open_weights, parameters_of
+from earl_core.weights.manifest import AdapterEntry, WeightsManifest
+from earl_core.weights.publish import publish
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A [rank, in] and B [out, rank]."""
@@ -57,3 +60,29 @@ def matched_pairs(
             "weights again"
         )
     return {name: (copied[a], copied[b]) for name, (a, b) in named.items()}
+
+
+def layer_matrices(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of a model's parameters that are matrices of its layers, which are numbered."""
+    return {
+        name: each
+        for name, each in parameters.items()
+        if each.ndim == 2 and any(part.isdigit() for part in name.split("."))
+    }
+
+
+def publish_unchanged(model: ModelConfig, directory: Path, policy_version: int) -> WeightsManifest:
+    """Publish pairs of the model's adapter that change nothing of it, because B is 0: an engine
+    takes as long with them as with any. Raises `ConfigError` for an adapter that cannot be."""
+    adapter = model.adapter
+    assert adapter is not None
+    parameters = parameters_of(Path(model.path), model.trust_remote_code)
+    shapes = {name: tuple(each.shape) for name, each in layer_matrices(parameters).items()}
+    names, targets = chosen_matrices(adapter, shapes)
+    pairs: dict[str, torch.Tensor] = {}
+    for name in names:
+        (out, into), (a, b) = shapes[name], pair_names(name)
+        pairs[a] = torch.randn(adapter.rank, into) / into**0.5
+        pairs[b] = torch.zeros(out, adapter.rank)
+    entry = AdapterEntry(rank=adapter.rank, alpha=adapter.alpha, targets=tuple(targets))
+    return publish(pairs, directory, policy_version, "float32", adapter=entry)

@@ -39,8 +39,7 @@ def published(
 ) -> WeightsManifest:
     """The pairs as a version of a policy."""
     adapter = AdapterEntry(rank=RANK, alpha=ALPHA, targets=TARGETS)
-    manifest = publish(pairs, directory, version, dtype, config_digest=config_digest)
-    return manifest.model_copy(update={"adapter": adapter})
+    return publish(pairs, directory, version, dtype, config_digest=config_digest, adapter=adapter)
 
 
 def merged(model: PreTrainedModel, pairs: Mapping[str, torch.Tensor]) -> PreTrainedModel:

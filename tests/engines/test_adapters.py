@@ -54,8 +54,8 @@ def bench(
 ) -> Iterator[Bench]:
     directory, scratch = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("rpc")
     model = make("llama_tied", directory)
-    # Logits half as large have half the rounding errors of float32.
-    model.model.norm.weight.data *= 0.5
+    # Logits a third as large have a third of the rounding errors of float32.
+    model.model.norm.weight.data /= 3
     model.save_pretrained(directory)
     driver = start(request.param, directory, scratch, adapter_rank=RANK)
     yield Bench(driver, scratch, model)
@@ -103,7 +103,7 @@ def test_versions_answer_side_by_side_each_with_its_own_numbers(
         _check(model, PROMPTS, answers)
         assert [each.spans for each in answers] == [[VersionSpan(version, 0, 120)]] * len(PROMPTS)
     one, other = (model_logprobs(models[v], PROMPTS[1], found[2][1].tokens, 1.0) for v in (1, 2))
-    assert np.abs(np.subtract(one, other)).mean() > 0.1
+    assert np.abs(np.subtract(one, other)).mean() > 0.05
 
 
 def test_a_conversation_that_goes_on_under_another_version_has_none_of_the_old_numbers(
@@ -171,6 +171,27 @@ def test_pairs_that_are_not_the_published_ones_are_refused(
         bench.driver.run(bench.driver.engine.play_under(_damaged(bench, damage, tmp_path)))
     assert not caught.value.engine_lost
     assert (bench.driver.engine.policy_version, bench.held()) == (20, held)
+    _check(model, [PROMPTS[3]], [bench.driver.answer(PROMPTS[3], temperature=1.0)])
+
+
+def test_pairs_that_vllm_had_before_under_the_same_number_are_noticed(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """The read-back alone can: the file is the published one, and vLLM does not read it."""
+    engine = bench.driver.engine
+    if engine.lockstep:
+        pytest.skip("it reads the file itself")
+    from earl_core.rollout.engines.vllm_adapters import AdapterFolders
+
+    model = bench.play(30, seed=30, directory=tmp_path)
+    foreign = published(random_pairs(bench.model, 31), tmp_path / "foreign", 31)
+    stale = AdapterFolders(tmp_path, bench.driver.directory).make(foreign)
+    following = next(engine._folders._numbers) + 1  # type: ignore[attr-defined]
+    stale = type(stale)(stale.lora_name, following, stale.lora_path)
+    bench.driver.run(engine._engine.add_lora(stale))  # type: ignore[attr-defined]
+    with pytest.raises(WeightSyncError, match="qkv_proj"):
+        bench.play(32, seed=32, directory=tmp_path)
+    assert engine.policy_version == 30
     _check(model, [PROMPTS[3]], [bench.driver.answer(PROMPTS[3], temperature=1.0)])
 
 

@@ -30,7 +30,10 @@ Allocate = Callable[[int, str], np.ndarray]
 _KEYS_PER_TOKEN = 16
 
 # Per-token columns that follow the trained tokens into the pack when they are there.
-_COLUMNS = ("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs", "current")
+_COLUMNS = (
+    *("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs", "current"),
+    "kl_coefficient",
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class TrainingSample:
     reference_logprobs under the frozen policy, old_logprobs under the trainer before its first
     step. None: not known, and not needed by the caller. current: uint8 [L], 1 on tokens that the
     policy about to be updated sampled, 0 on an older one's; None: no older one's are among them.
+    kl_coefficient: None where it is equal for all samples of a batch.
     """
 
     tokens: np.ndarray
@@ -51,6 +55,7 @@ class TrainingSample:
     reference_logprobs: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     current: np.ndarray | None = None
+    kl_coefficient: np.ndarray | None = None
     episode_id: int = 0
     group_id: int = 0
     sample_id: int = 0

@@ -375,7 +375,7 @@ class TorchEngine(BaseEngine[Pairs]):
         place, dtype = self._device, self._dtype
         with guarded("rollout", "loading an adapter into the torch engine", OUT_OF_MEMORY_ADVICE):
             pairs = {n: (a.to(place, dtype), b.to(place, dtype)) for n, (a, b) in matched.items()}
-        return Pairs(pairs, manifest.adapter.alpha / manifest.adapter.rank)
+        return Pairs(pairs, manifest.adapter.scale)
 
     def _release(self) -> None:
         with self._lock:
