@@ -19,6 +19,7 @@ from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_m
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import Memory, TrainingNeeds, gib, kv_bytes_per_token
 from earl_core.selector.model.roofline import Load, Roofline
+from earl_core.selector.model.scoring import Scoring
 from earl_core.selector.profile.profile_table import (
     Common,
     Correction,
@@ -96,6 +97,8 @@ class Predictor:
         self.roofline = roofline or Roofline(
             self.shape, device_of(self.hardware), self.hardware, self._value
         )
+        held = given.reference_models or (self.shape,)
+        self._scoring = Scoring(held, self.hardware, self._value, roofline)
         self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
         # Before anything was played the load is a guess from what engines are first built for.
@@ -109,10 +112,8 @@ class Predictor:
         self._commons: dict[str, Common] = {}
         self._correctors = {stage: given.calibration.corrector(stage) for stage in SELECTABLE}
         self._starving: dict[str, float] = {}
-        fraction = given.selector.memory_fraction
-        self._budgets = {
-            stage: self.memory.budget(fraction, self._reserved(stage)) for stage in SELECTABLE
-        }
+        budget = partial(self.memory.budget, given.selector.memory_fraction)
+        self._budgets = {stage: budget(self._reserved(stage)) for stage in SELECTABLE}
         self._peaks: dict[StageDeployment, float] = {}
         self._engines: dict[tuple[int, float, Load], Memory] = {}
         self.forbidden = frozenset(self._forbidden())
@@ -170,8 +171,10 @@ class Predictor:
             compiled=self.given.update.compiles(self.hardware.gpus > 0),
             answered=min(1.0, load.generated / load.context),
         )
-        model = self.memory.scoring if STAGES[candidate.stage].scores else self.memory.training
-        return model(self._filled(candidate, load), load.longest, needs).total
+        filled = self._filled(candidate, load)
+        if STAGES[candidate.stage].scores:
+            return self._scoring.peak(filled, load.longest, needs)
+        return self.memory.training(filled, load.longest, needs).total
 
     def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
         """Limit a microbatch to the tokens that a rank has of a minibatch: a budget that is never
@@ -280,9 +283,9 @@ class Predictor:
         """The roofline's, of an update or of scoring alone."""
         update, only = self.given.update, STAGES[candidate.stage].scores
         steps = update.epochs * update.minibatches
-        epochs = 1 if only else update.epochs
-        value = 2 if update.mixed else 4
-        return self.roofline.training_seconds(candidate, load, epochs, steps, only, value)
+        epochs, value = 1 if only else update.epochs, 2 if update.mixed else 4
+        model = self._scoring if only else self
+        return model.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
         """Return the reason why a host of GPUs cannot hold the state that its ranks leave there for
