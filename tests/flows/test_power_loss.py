@@ -56,14 +56,13 @@ FAST = (
     ("update.seal", "advantage"),
     ("publish.after", "update"),
     ("stable.before", "reference"),
-    ("rollout.after", "select"),
     ("stable.after", "environment"),
     # The last, because a change after it would reach back to the last STABLE checkpoint, and the
     # power loss leaves one that the calm run has not.
     ("update.after", "sparse"),
 )
 MANY = (
-    *(("update.after", stage) for stage in ("update", "publish", "checkpoint")),
+    *(("update.after", stage) for stage in ("update", "publish", "checkpoint", "select")),
     *tuple(itertools.product(POINTS, [stage for stage in CHANGES if stage != "sparse"]))[::7],
 )
 """Pairs beside those of `FAST`, and every seventh of all: every point and change is in it."""
