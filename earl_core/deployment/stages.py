@@ -229,6 +229,7 @@ STAGES: Mapping[str, Stage] = {
                 "update.minibatches",
                 "imitation.iterations",
                 "imitation.learning_rate",
+                "imitation.minibatches",
             ),
             makes="state",
         ),
