@@ -212,11 +212,11 @@ class RunConfig(Settings):
                 f"imitation.iterations ({self.imitation.iterations}) exceeds iterations "
                 f"({self.iterations}), which counts them too: raise iterations"
             )
-        if self.update.minibatches > self.demonstrations:
+        steps = self.minibatches(0)
+        if steps > self.demonstrations:
             raise ValueError(
-                f"update.minibatches ({self.update.minibatches}) exceeds "
-                f"imitation.episodes_per_iteration ({self.demonstrations}): each minibatch needs "
-                "a demonstration of its own"
+                f"imitation.minibatches ({steps}) exceeds imitation.episodes_per_iteration "
+                f"({self.demonstrations}): each minibatch needs a demonstration of its own"
             )
         return self
 
@@ -332,6 +332,11 @@ class RunConfig(Settings):
         """Count the iterations before this one that played episodes."""
         imitating = 0 if self.imitation is None else self.imitation.iterations
         return max(0, iteration - imitating)
+
+    def minibatches(self, iteration: int) -> int:
+        """Optimizer steps of an epoch of an iteration's update."""
+        own = self.imitation.minibatches if self.imitation and self.imitates(iteration) else None
+        return own or self.update.minibatches
 
     @property
     def demonstrations(self) -> int:

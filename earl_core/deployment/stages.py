@@ -247,6 +247,7 @@ STAGES: Mapping[str, Stage] = {
                 "update.minibatches",
                 "imitation.iterations",
                 "imitation.learning_rate",
+                "imitation.minibatches",
             ),
             makes="state",
         ),
