@@ -185,9 +185,13 @@ def _iterate(console: Console, config: RunConfig, numbers: range) -> None:
             for number in numbers:
                 started = time.perf_counter()
                 manifests = Debugged(controller, number).whole()
-                played, learnt = manifests["reward"].metrics, manifests["update"].metrics
+                learnt = manifests["update"].metrics
+                told = f"imitation loss {learnt.get('loss', math.nan):.3f}"
+                if "reward" in manifests:
+                    played = manifests["reward"].metrics
+                    told = f"return {played.get('mean', math.nan):+.3f}"
                 console.print(
-                    f"iteration {number}: return {played.get('mean', math.nan):+.3f}, gradient "
+                    f"iteration {number}: {told}, gradient "
                     f"norm {learnt.get('grad_norm', math.nan):.3g}, "
                     f"{time.perf_counter() - started:.1f} s",
                     highlight=False,
