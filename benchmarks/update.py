@@ -31,15 +31,18 @@ from tools.harness import REPOSITORY, Report, Row, interval, median, parser, pub
 from tools.process_tree import CommandFailed
 
 EARL, PLAIN, COMPILED, POSITIONS, TRL = "earl", "plain", "compiled", "positions", "trl"
+ADAPTER = "adapter"
 SIDES = {
     EARL: "EARL",
+    ADAPTER: "EARL, an adapter of rank 16 beside all matrices",
     PLAIN: "plain torch loop, the same packs and attention (the limit)",
     COMPILED: "the same loop, MLPs and norms under torch.compile",
     POSITIONS: "plain torch loop, packed by position ids, sdpa with a dense mask, nothing shared",
     TRL: "TRL",
 }
 _LOOPS = {
-    EARL: None, PLAIN: "SamePacking", COMPILED: "SamePacking", POSITIONS: "PositionIds", TRL: None,
+    EARL: None, ADAPTER: None, TRL: None,
+    PLAIN: "SamePacking", COMPILED: "SamePacking", POSITIONS: "PositionIds",
 }  # fmt: skip
 _TIMEOUT_SECONDS = 3600.0
 _MEMORY_SHARE = 0.85
@@ -70,16 +73,16 @@ class Case:
         return f"{self.name} {self.precision}"
 
 
-_THREE = (EARL, PLAIN, TRL)
+_USUAL = (EARL, ADAPTER, PLAIN, TRL)
 CASES = (
-    Case("short", "bf16", None, 24, 4, 2, 2, (*_THREE, POSITIONS, COMPILED), (8, 24)),
-    Case("short", "fp32", None, 24, 4, 1, 1, _THREE, (8,)),
-    Case("4k", "bf16", 4096, 2, 2, 2, 1, _THREE, (1,)),
-    Case("4k", "fp32", 4096, 2, 2, 1, 1, _THREE, (1,)),
-    Case("16k", "bf16", 16384, 2, 2, 1, 1, _THREE, (1,)),
-    Case("16k", "fp32", 16384, 2, 2, 1, 1, _THREE, (1,)),
+    Case("short", "bf16", None, 24, 4, 2, 2, (*_USUAL, POSITIONS, COMPILED), (8, 24)),
+    Case("short", "fp32", None, 24, 4, 1, 1, _USUAL, (8,)),
+    Case("4k", "bf16", 4096, 2, 2, 2, 1, _USUAL, (1,)),
+    Case("4k", "fp32", 4096, 2, 2, 1, 1, _USUAL, (1,)),
+    Case("16k", "bf16", 16384, 2, 2, 1, 1, _USUAL, (1,)),
+    Case("16k", "fp32", 16384, 2, 2, 1, 1, _USUAL, (1,)),
 )
-QUICK = Case("short", "auto", None, 8, 4, 1, 2, _THREE, (8,))
+QUICK = Case("short", "auto", None, 8, 4, 1, 2, _USUAL, (8,))
 # A machine without a GPU takes half an hour for the case; it says nothing that 4k does not.
 _GPU_ONLY = ("16k fp32",)
 
@@ -135,6 +138,7 @@ class Runner:
                 f"update.precision={case.precision}",
                 f"update.activation_checkpointing={'full' if long else 'none'}",
                 f"update.threads={self._threads}",
+                *(["model.adapter={rank: 16}"] if side == ADAPTER else []),
             ],
             "loop": _LOOPS[side],
             "compile": side == COMPILED,
@@ -217,7 +221,8 @@ def measure(case: Case, runner: Runner, report: Report) -> Measured:
                 left.remove(side)
                 continue
             rounds[side].append(updates)
-            if norm is not None:
+            # An adapter's gradient is of other parameters.
+            if norm is not None and side != ADAPTER:
                 norms[side] = norm
         _check_norms(case, norms)
     if TRL in left:
@@ -274,6 +279,9 @@ def fill(report: Report, found: Sequence[Measured]) -> None:
             if ratios:
                 report.headline[name + suffix] = min(ratios)
         memory = [_peak(each, TRL) / _peak(each, EARL) for each in cases if TRL in each.rounds]
+        shares = [_peak(e, ADAPTER) / _peak(e, EARL) for e in cases if ADAPTER in e.rounds]
+        if shares:
+            report.headline[f"adapter_memory_share{suffix}"] = max(shares)
         if memory:
             report.headline[f"update_peak_memory_of_trl_over_earl{suffix}"] = min(memory)
     report.notes += [

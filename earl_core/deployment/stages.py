@@ -89,8 +89,8 @@ class Stage:
     optional: the attribute, dotted, of a configuration, and of the selection's input where the
     stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
     forward pass of the update's model alone, laid out as the update is unless the choice is its
-    own. joins: the attribute of a configuration that says whether the ranks of the update do it,
-    which hold its model then; empty: they never do.
+    own. joins: the attribute of a configuration, and of the selection's input, that says whether
+    the ranks of the update do it, which hold its model then; empty: they never do.
     """
 
     name: str
