@@ -177,10 +177,7 @@ CASES = [
 
 _PAIRS = AdapterShape(rank=16)
 ADAPTERS = [
-    _case("qwen2.5-0.5b", 8192, "none", adapter=_PAIRS),
-    _case("qwen2.5-7b", 16384, adapter=_PAIRS),
     _case("qwen2.5-7b", 16384, "selective", adapter=_PAIRS),
-    _case("qwen2.5-7b", 16384, "none", compiled=True, adapter=_PAIRS),
     _case("qwen2.5-7b", 16384, shard=8, compiled=True, adapter=_PAIRS),
     _case("qwen2.5-7b", 32768, context_parallel=2, shard=2, adapter=_PAIRS),
     _case("qwen2.5-7b", 16384, "none", adapter=AdapterShape(rank=64, targets=("q_proj", "v_proj"))),
