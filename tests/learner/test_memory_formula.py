@@ -7,7 +7,7 @@ import pytest
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.devices import cluster
 from earl_core.selector.model.memory_model import TrainingNeeds
-from tests.learner.fake_peaks import CASES, SEVEN_BILLION, Case
+from tests.learner.fake_peaks import ADAPTERS, CASES, SEVEN_BILLION, Case
 from tests.learner.launched import launch
 
 AUTOCAST_PEAK = 40.32 * 2**30
@@ -23,7 +23,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return dict(found)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *ADAPTERS], ids=str)
 def test_the_formula_is_within_a_tenth_of_an_updates_peak(
     case: Case, peaks: dict[str, int]
 ) -> None:
