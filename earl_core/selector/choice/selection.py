@@ -137,11 +137,6 @@ class SelectionInput(Settings):
         """Tell whether the stage takes part, in ranks of its own."""
         return STAGES[stage].takes_part(self) and not self.in_ranks_of_update(stage)
 
-    @property
-    def reference_joins(self) -> bool:
-        """True when the one reference is the base of an adapter, as `RunConfig.reference_joins`."""
-        return self.model.adapter is not None and not self.reference_models
-
     def in_ranks_of_update(self, stage: str) -> bool:
         """Tell whether the update's ranks do the stage: they score with the frozen model where they
         train an adapter beside it."""
