@@ -352,11 +352,8 @@ class RunConfig(Settings):
     @property
     def mismatch_watch(self) -> MismatchWatch:
         """Judge of the difference between the engine's log-probs and the trainer's."""
-        return MismatchWatch(self._all_float32, self.rollout.temperature, self.update.max_mismatch)
-
-    @property
-    def _all_float32(self) -> bool:
-        return self.rollout.dtype == "float32" and self.update.precision == "fp32"
+        exact = self.rollout.dtype == "float32" and self.update.precision == "fp32"
+        return MismatchWatch(exact, self.rollout.temperature, self.update.max_mismatch)
 
     @property
     def skips_zero_advantage(self) -> bool:

@@ -232,9 +232,9 @@ class RunController:
         if plan.iteration >= self.config.iterations:
             needed = {EVALUATION.role: unsealed(EVALUATION.name)}
         else:
-            config = self.config
-            stages = taking_part(config, config.imitates(plan.iteration))
-            doing = {role: [s.name for s in stages if s.done_by(config) == role] for role in PLACED}
+            stages = taking_part(self.config, self.config.imitates(plan.iteration))
+            doers = {stage.name: stage.done_by(self.config) for stage in stages}
+            doing = {role: [name for name, by in doers.items() if by == role] for role in PLACED}
             needed = {role: unsealed(*stages) for role, stages in doing.items()}
         roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]
         self.groups.start_ahead((role, plan.stages[role]) for role in roles)

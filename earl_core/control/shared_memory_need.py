@@ -35,13 +35,14 @@ def need_of(config: RunConfig) -> Need:
     columns = int(config.needs_reference) + int(config.needs_old_logprobs)
     tokens = min(rollout.max_model_len or positions, positions)
     samples = samples_bytes(rollout.episodes_per_iteration, tokens, columns)
-    if config.model.adapter is not None:
-        version = pairs_bytes(config.model, rollout.dtype)
-    else:
-        version = published_bytes(model, rollout.dtype)
     # Stale rollouts play older versions, and their shards wait for their updates.
     ahead = config.schedule.staleness
-    return Need(version, samples * (config.checkpoint.every + ahead), VERSIONS + ahead)
+    kept = samples * (config.checkpoint.every + ahead)
+    if config.model.adapter is not None:
+        version = pairs_bytes(config.initial_model, rollout.dtype)
+    else:
+        version = published_bytes(model, rollout.dtype)
+    return Need(version, kept, VERSIONS + ahead)
 
 
 def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Finding]:

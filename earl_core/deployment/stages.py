@@ -90,8 +90,8 @@ class Stage:
     optional: the attribute, dotted, of a configuration, and of the selection's input where the
     stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
     forward pass of the update's model alone, laid out as the update is unless the choice is its
-    own. joins: the attribute of a configuration that says whether the ranks of the update do it,
-    which hold its model then; empty: they never do.
+    own. joins: the attribute of a configuration, and of the selection's input, that says whether
+    the ranks of the update do it, which hold its model then; empty: they never do.
     """
 
     name: str
@@ -101,8 +101,8 @@ class Stage:
     makes: Literal["plan", "columns", "state", "weights"] = "columns"
     optional: str = ""
     scores: bool = False
-    imitates: bool | None = None
     joins: str = ""
+    imitates: bool | None = None
 
     def done_by(self, config: Any) -> str:
         """The role whose worker groups do the stage in a run of this configuration."""
@@ -213,8 +213,8 @@ STAGES: Mapping[str, Stage] = {
             ),
             optional="needs_reference",
             scores=True,
-            imitates=False,
             joins="reference_joins",
+            imitates=False,
         ),
         Stage("reward", "experience", reads=("rollout",), settings=_SCORED, imitates=False),
         Stage(

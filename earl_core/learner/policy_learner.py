@@ -23,8 +23,8 @@ from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
 from earl_core.learner.data.samples import Minibatch, gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
+from earl_core.learner.deterministic import choose_algorithms
 from earl_core.learner.imitation import aim_of
-from earl_core.learner.kernels import choose_kernels
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
@@ -78,7 +78,7 @@ class PolicyLearner:
         logits_chunk_tokens: int | None = None,
         offload_optimizer: bool = False,
     ) -> None:
-        choose_kernels(deterministic=update.deterministic)
+        choose_algorithms(deterministic=update.deterministic)
         mesh = mesh or create_mesh()
         if mesh.device.type == "cpu":
             keep_freed_memory()
@@ -247,35 +247,23 @@ class PolicyLearner:
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Write a training state that `restore` takes; see `checkpoint.write_training_state`."""
-        write_training_state(
-            directory,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            optimizer=self.optimizer,
-            state=state,
-            mesh=self.mesh,
-            adapter=self.parallel.adapter,
-        )
+        parts: dict[str, Any] = {"optimizer": self.optimizer, "state": state, **self._stored}
+        write_training_state(directory, tokenizer=self.tokenizer, **parts)
 
     def try_saving(self, parent: Path) -> None:
         """Try to write a training state below `parent`, as `checkpoint.try_training_state` does."""
-        model, adapter = self.model, self.parallel.adapter
-        try_training_state(
-            parent, model=model, tokenizer=self.tokenizer, mesh=self.mesh, adapter=adapter
-        )
+        try_training_state(parent, tokenizer=self.tokenizer, **self._stored)
 
     def restore(self, directory: Path) -> dict[str, Any]:
         """Continue from a training state, bit for bit; returns the `state` given to `save`.
 
         Any mesh reads what any other wrote.
         """
-        return read_training_state(
-            directory,
-            model=self.model,
-            optimizer=self.optimizer,
-            mesh=self.mesh,
-            adapter=self.parallel.adapter,
-        )
+        return read_training_state(directory, optimizer=self.optimizer, **self._stored)
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        return {"model": self.model, "mesh": self.mesh, "adapter": self.parallel.adapter}
 
     @property
     def whole_episodes(self) -> bool:

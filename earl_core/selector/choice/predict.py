@@ -284,16 +284,14 @@ class Predictor:
         return model.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
-        """Return the reason why a host of GPUs cannot hold the state that its ranks leave there for
-        the engines' time beside two published versions, and beside an adapter the model of each
-        engine for the update's time; empty when it can."""
+        """Return the reason why a host of GPUs cannot hold what its ranks leave there for the
+        engines' time, and engines of an adapter for its own, beside published versions; or ""."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
-        resting = candidate._replace(offload_optimizer=False)
-        state = self.memory.state(resting, self.given.update.mixed)
-        published = 2.0 * self._value * self.shape.trained_parameters
-        engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)
-        asleep = engines * self._value * self.shape.parameters * bool(self.shape.adapter)
-        needed = (state.weights + state.optimizer) * ranks + published + asleep
+        needed = ranks * self.memory.resting(candidate, self.given.update.mixed)
+        needed += 2.0 * self._value * self.shape.trained_parameters
+        if self.shape.adapter is not None:
+            engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)
+            needed += engines * self._value * self.shape.parameters
         budget = self.given.selector.memory_fraction * self.hardware.memory_bytes
         if needed <= budget or not PLACEMENTS[self.given.stages.placement].gives_way("rollout"):
             return ""

@@ -142,6 +142,11 @@ class SelectionInput(Settings):
         train an adapter beside it."""
         return STAGES[stage].done_by(self) != STAGES[stage].role
 
+    @property
+    def reference_joins(self) -> bool:
+        """True when the one reference is the base of an adapter, which the update's ranks hold."""
+        return self.model.adapter is not None and not self.reference_models
+
     def shape_of(self, stage: str) -> ModelShape:
         """The model that a stage computes with; the largest where it holds several."""
         held = self.reference_models if STAGES[stage].scores else ()

@@ -122,6 +122,12 @@ class MemoryModel:
         moments = 0.0 if candidate.offload_optimizer else 8 * trained
         return Memory(weights=frozen + 4 * trained, gradients=4 * trained, optimizer=moments)
 
+    def resting(self, candidate: StageDeployment, mixed: bool) -> float:
+        """Bytes that an update rank leaves in the host's memory while others have its device:
+        weights and moments."""
+        state = self.state(candidate._replace(offload_optimizer=False), mixed)
+        return state.weights + state.optimizer
+
     def scoring(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one rank that only scores (reference, value): float32 weights, and a forward pass
         that keeps no activations. With an adapter it is an update rank, whose state is there."""
