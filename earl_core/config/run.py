@@ -304,6 +304,13 @@ _SUPERVISION = (
 )
 """Settings of an environment that decide how it is supervised, not what is played."""
 
+_LATER: Mapping[str, Any] = {
+    "rollout.chat_template_kwargs": {},
+    "rollout.requests": {"constrained": "free"},
+}
+"""Settings that came after runs had been begun without them, with their defaults, at which keys are
+those of these runs."""
+
 
 def stage_key(
     config: RunConfig, uid: str, iteration: int, stage: str, inputs: Sequence[str]
@@ -325,7 +332,13 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if update.get("zero_advantage") is None:
         # Keys of runs that were begun before the setting existed stay as they are.
         update.pop("zero_advantage", None)
-    return {name: look_up(whole, name) for name in names}
+    unset = set()
+    for name, default in _LATER.items():
+        section, _, key = name.partition(".")
+        if whole.get(section, {}).get(key) == default:
+            del whole[section][key]
+            unset.add(name)
+    return {name: look_up(whole, name) for name in names if name not in unset}
 
 
 def look_up(mapping: dict[str, Any], dotted: str) -> Any:

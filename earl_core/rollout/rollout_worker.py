@@ -378,10 +378,10 @@ class RolloutWorker(RunWorker):
             temperature=rollout.temperature if temperature is None else temperature,
             max_failed_share=rollout.max_failed_share,
             episodes=episodes,
-            # Twice as many as decode at a time: while half of them wait for their environments
-            # the engine stays full, and the prefix cache still holds every live conversation.
+            # While half wait for environments the engine is full, and the prefix cache holds all.
             max_live_episodes=running if lockstep else 2 * running,
             positions=self._positions,
+            constrained=rollout.requests.constrained,
         )
 
     def _ready(self) -> tuple[Engine, ChatTokenizer]:

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.tool_calls import Tools
 from earl_core.system.errors import ConfigError
 from tests.rollout import chat_models as make

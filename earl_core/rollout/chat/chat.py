@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from earl_core.environments.base import Message, ToolCall
 from earl_core.rollout.chat.chat_template import QUESTION, RESULT, TOOL, ChatTemplate, called
 from earl_core.rollout.chat.disguise import Sampled
 from earl_core.rollout.chat.sized_cache import SizedCache
 from earl_core.rollout.chat.special_tokens import SpecialTokens
+from earl_core.rollout.chat.token_texts import TokenTexts
 from earl_core.rollout.chat.tool_calls import (
     NO_TOOLS,
     Answer,
     ToolParser,
     Tools,
-    call_id,
     parser_of,
 )
 from earl_core.rollout.chat.tool_prompt import in_words
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_MARK = "earlanswermark"
+MARK = "earlanswermark"
+"""Stands for an answer while a template renders."""
 _CACHED_ANSWER_LENGTH = 8
 _MOST_TOOLS = 256
 
@@ -51,6 +52,7 @@ class ChatTokenizer:
     tool_format: of `tool_calls.FORMATS`, or auto.
     eos_token_ids: that the model names beside the tokenizer's own.
     rows: of the model's embeddings, which may be more than the tokenizer has tokens.
+    template_options: variables that the template is told in every conversation.
     Raises `ConfigError` for templates that fail or lose answers and for stop strings that
     are not one token.
     """
@@ -63,15 +65,17 @@ class ChatTokenizer:
         tool_format: str = "auto",
         eos_token_ids: Sequence[int] = (),
         rows: int = 0,
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, template_options)
         self._tool_format = tool_format
         self.vocabulary = rows or len(tokenizer)
         """Number of tokens that the policy may sample."""
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         texts_end = tuple(dict.fromkeys([*own, *eos_token_ids]))
-        self._special = SpecialTokens(tokenizer, self._template.written, _MARK, texts_end)
+        self._special = SpecialTokens(tokenizer, self._template.written, MARK, texts_end)
+        self.token_texts = TokenTexts(tokenizer)
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
         names = tokenizer.get_vocab()
@@ -132,6 +136,10 @@ class ChatTokenizer:
             return Answer(text, raw, error=str(error))
         return Answer(beside if calls else text, raw, calls)
 
+    def answer_of(self, sampled: Sequence[int]) -> list[int]:
+        """An answer's tokens without what ends the turn."""
+        return list(self._ends.cut(sampled))
+
     def text_of(self, sampled: Sequence[int]) -> str:
         """An answer as text for environments: the prefix in front, special tokens and what ends the
         turn dropped."""
@@ -165,6 +173,16 @@ class ChatTokenizer:
         template = self._template
         return parser_of(self._tokenizer, template.sources, self._tool_format, template.knows_tools)
 
+    @property
+    def template_options(self) -> frozenset[str]:
+        """Names of variables that a conversation may give the chat template."""
+        return self._template.options
+
+    def outside(self, text: str) -> list[int]:
+        """Tokens of a text that somebody else has put into the model's mouth: none is a control
+        token."""
+        return self.encode(self._special.quoted(text))
+
     def own(self, sampled: str) -> str:
         """A text of the policy's as the content of a message: its tokens stay tokens."""
         return self._special.own(sampled)
@@ -177,15 +195,16 @@ class ChatTokenizer:
     ) -> str:
         """The template's text of a conversation, by default ending where an answer begins; for
         `encode`: control tokens in texts that are not the policy's `own` are quoted in it."""
-        disguise = self._special.disguise((messages, tools.schemas))
+        disguise = self._special.disguise((messages, tools.schemas, tools.options))
         try:
             hidden = [disguise.message(message) for message in messages]
-            if tools:
-                tools = Tools(disguise.schemas(tools.schemas))
+            if tools or tools.options:
+                hidden_options = disguise.value(tools.options)
+                tools = Tools(disguise.schemas(tools.schemas), hidden_options)
             used = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
             if used and not self._template.knows_tools:
                 hidden = in_words(hidden, tools, self._template.knows_system)
-                tools = NO_TOOLS
+                tools = Tools((), tools.options)
             text = self._template.apply(hidden, tools, add_generation_prompt)
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
@@ -221,14 +240,14 @@ class ChatTokenizer:
         self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
     ) -> str:
         """Return the text that the template puts after an answer that these messages follow."""
-        plain, calls = _answered(Sampled(_MARK)), called(messages)
+        plain, calls = _answered(Sampled(MARK)), called(messages)
         try:
             return self._after([*plain, *messages], tools, add_generation_prompt)
         except ConfigError:
             if not calls:
                 raise
         # Some templates render results only after the calls that they are of.
-        answer = _answered(Sampled(_MARK), calls)
+        answer = _answered(Sampled(MARK), calls)
         written = self._after(answer, tools, False)
         written = written.removesuffix(self._after(plain, tools, False))
         after = self._after([*answer, *messages], tools, add_generation_prompt)
@@ -242,10 +261,10 @@ class ChatTokenizer:
 
     def _after(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
         text = self.render(messages, tools, add_generation_prompt)
-        before, found, after = text.partition(_MARK)
-        if not found or _MARK in after:
+        before, found, after = text.partition(MARK)
+        if not found or MARK in after:
             raise ConfigError(
-                f"the chat template renders an answer {text.count(_MARK)} times instead of once, "
+                f"the chat template renders an answer {text.count(MARK)} times instead of once, "
                 f"so what follows an answer is unknown (after {before[-40:]!r}): set "
                 "model.chat_template to a Jinja file that keeps the assistant's content as it is"
             )
@@ -258,7 +277,7 @@ class ChatTokenizer:
         if tools:
             followed += [[RESULT], [RESULT, *_answered("answer")[1:], QUESTION]]
         prompt = self.render([QUESTION], tools)
-        for content in (Sampled(_MARK), Sampled(f"<think>\n{_MARK}\n</think>\n\nanswer")):
+        for content in (Sampled(MARK), Sampled(f"<think>\n{MARK}\n</think>\n\nanswer")):
             text = self.render(_answered(content), tools, add_generation_prompt=False)
             start, kept, _ = text.partition(content)
             if not kept or not (prompt.startswith(start) or start.startswith(prompt)):
@@ -300,78 +319,6 @@ class ChatTokenizer:
             "strings that are one token each, or leave it out and end answers by "
             "rollout.max_tokens_per_turn"
         )
-
-
-class Conversation:
-    """The token side of one episode: which tokens come next, and whether a new sample begins.
-
-    With a template that keeps earlier answers in place (`ChatTokenizer.prefix_stable`) a next
-    prompt always extends the tokens before it. With one that rewrites them (drops reasoning, say)
-    the conversation is rendered again each turn, and where that does not extend what stands
-    there, a new sample begins with the whole conversation. Answers without reasoning are rendered
-    as marks: templates write calls of tools anew, with other spaces than the model's.
-    """
-
-    def __init__(self, chat: ChatTokenizer, tools: Tools = NO_TOOLS) -> None:
-        self._chat = chat
-        self._tools = tools
-        self._messages: list[Message] = []
-        self._text = ""
-        self._marked: dict[str, str] = {}
-        self._calls = 0
-        if tools:
-            # Raises what is wrong with them before anything is sampled.
-            _ = chat.parser
-
-    def copy(self, chat: ChatTokenizer | None = None) -> Conversation:
-        """Another one that stands where this one does. chat: what it uses, a copy of this one's."""
-        other = Conversation(chat or self._chat, self._tools)
-        other._messages, other._text = list(self._messages), self._text
-        other._calls, other._marked = self._calls, dict(self._marked)
-        return other
-
-    def begin(self, messages: Sequence[Message]) -> list[int]:
-        """The first prompt."""
-        if not self._chat.prefix_stable(self._tools):
-            self._messages = list(messages)
-            self._text = self._chat.render(messages, self._tools)
-        return self._chat.first_prompt(messages, self._tools)
-
-    def read(self, sampled: Sequence[int]) -> Answer:
-        """An answer and the calls of the conversation's tools in it."""
-        return self._chat.read(sampled, self._tools)
-
-    def message(self, answer: Answer) -> Message:
-        """An answer as a message; its calls are numbered through the conversation."""
-        first, self._calls = self._calls, self._calls + len(answer.calls)
-        return answer.message(first)
-
-    def complaint(self, answer: Answer) -> Message:
-        """Make the message to a model whose calls could not be read."""
-        text = f"Error: the call could not be read: {answer.error}"
-        number, self._calls = self._calls, self._calls + 1
-        name = self._tools.schemas[0]["function"]["name"]
-        return Message(role="tool", content=text, tool_call_id=call_id(number), name=name)
-
-    def follow(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Tokens after an answer, and whether they begin a new sample (then they are a whole
-        prompt) or extend the tokens before them."""
-        chat = self._chat
-        if chat.prefix_stable(self._tools):
-            return chat.next_prompt(sampled, messages, self._tools), False
-        answer = content = chat.own(chat.raw_text_of(sampled))
-        if "think>" not in answer:
-            content = Sampled(f"{_MARK}{len(self._messages)}.")
-            self._marked[content] = answer
-        self._messages += [{"role": "assistant", "content": content}, *messages]
-        standing, self._text = self._text, chat.render(self._messages, self._tools)
-        before, found, after = self._text[len(standing) :].partition(content)
-        if not self._text.startswith(standing) or not found or before.strip():
-            whole = self._text
-            for mark, said in self._marked.items():
-                whole = whole.replace(mark, said)
-            return chat.encode(whole) + chat.prefix_tokens, True
-        return chat.next_tokens(sampled, chat.encode(after)), False
 
 
 def _answered(content: str, calls: Sequence[ToolCall] = ()) -> list[Message]:
