@@ -61,7 +61,7 @@ async def _engine_rounds(
         began = time.perf_counter()
         manifest = publish(dict(model.named_parameters()), shared, version, DTYPE)
         published = time.perf_counter()
-        await engine.load_weights(manifest)
+        await engine.play_under(manifest)
         seconds["publish"].append(published - began)
         seconds["load"].append(time.perf_counter() - published)
         if last is not None:

@@ -125,7 +125,9 @@ class RolloutConfig(Settings):
         "trained on.",
     )
     stop: tuple[str, ...] = Field(
-        default=(), description="Stop strings of one token each, besides the end-of-turn tokens."
+        default=(),
+        description="Strings that end an answer, besides the end-of-turn tokens. They are sampled, "
+        "recorded and trained, and the answer's text keeps them.",
     )
     tool_format: ToolFormatName = Field(
         default="auto",

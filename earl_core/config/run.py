@@ -338,7 +338,16 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         if whole.get(section, {}).get(key) == default:
             del whole[section][key]
             unset.add(name)
-    return {name: look_up(whole, name) for name in names if name not in unset}
+    found = {name: look_up(whole, name) for name in names if name not in unset}
+    if (adapter := found.get(_ADAPTER, ...)) is None:
+        # Likewise.
+        del found[_ADAPTER]
+    elif config.model.adapter is not None and adapter is not ...:
+        adapter["digest"] = config.model.adapter.source_digest
+    return found
+
+
+_ADAPTER = "model.adapter"
 
 
 def look_up(mapping: dict[str, Any], dotted: str) -> Any:

@@ -30,6 +30,7 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
+from earl_core.pretrained.adapter_directory import is_adapter, policy_in
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.errors import ContextOverflow
 from earl_core.rollout.pass_rates import suite_results
@@ -48,10 +49,10 @@ from earl_core.selector.choice.selection import SelectionInput
 
 @dataclass(frozen=True)
 class PlayedPolicy:
-    """A policy on disk. version: the policy version; label: how to call it to people. engine: how
-    its run deploys an engine; None before its first iteration. marker: its STABLE file, by which
-    the checkpoint is held while it is used; None for a model that no run removes. damaged: what is
-    wrong with each later one, for which this one stands in."""
+    """A policy on disk: a model directory, or an adapter's. version: the policy version; label: how
+    to call it to people. engine: how its run deploys an engine; None before its first iteration.
+    marker: its STABLE file, by which the checkpoint is held while it is used; None for a model that
+    no run removes. damaged: what is wrong with each later one, for which this one stands in."""
 
     policy: Path
     version: int
@@ -70,7 +71,8 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
     if which == "initial":
         if not (Path(config.model.path) / "config.json").is_file():
             raise ConfigError(f"the initial model {config.model.path} is not there (any more)")
-        path = Path(config.model.path)
+        adapter = config.model.adapter
+        path = Path((adapter and adapter.source) or config.model.path)
         return PlayedPolicy(path, INITIAL_VERSION, "the initial model", newest_engine(run))
     found = stable_checkpoints(run)
     listed = ", ".join(map(str, found)) or "none yet"
@@ -92,7 +94,7 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
         f"the checkpoint of iteration {number}",
         PolicyVersions(run).update(number).made,
     )
-    policy, engine = path / "policy", newest_engine(run)
+    policy, engine = policy_in(path), newest_engine(run)
     return PlayedPolicy(policy, version, label, engine, path / MARKER, tuple(damaged))
 
 
@@ -117,7 +119,10 @@ class PolicyPlayer:
     def __init__(
         self, config: RunConfig, checkpoint: PlayedPolicy, listener: Progress = quiet
     ) -> None:
-        model = config.model.model_copy(update={"path": str(checkpoint.policy.resolve())})
+        model = config.model
+        if not is_adapter(checkpoint.policy):
+            whole = {"path": str(checkpoint.policy.resolve()), "adapter": None}
+            model = model.model_copy(update=whole)
         precision = resolved(
             config.model_copy(update={"model": model}), settings=("rollout.dtype",)
         )
@@ -127,7 +132,7 @@ class PolicyPlayer:
         with ExitStack() as held:
             if checkpoint.marker is not None:
                 held.enter_context(holding_checkpoint(checkpoint.marker))
-            self._shape = read_model_shape(checkpoint.policy)
+            self._shape = read_model_shape(Path(model.path))
             directory = config.selector.profile_directory
             hardware = with_figures(read_hardware(), directory=directory)
             self._deployment = self._choose_deployment(hardware)

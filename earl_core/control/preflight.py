@@ -24,6 +24,7 @@ from earl_core.control.shared_memory_need import judged_room, need_of
 from earl_core.control.worker_groups import WorkerGroups, preload_ranks
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.pretrained.adapter_checks import check_adapter
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.remote_stores import HostStores
@@ -66,11 +67,12 @@ def preflight(config: RunConfig, cluster: Cluster) -> Preflight:
 
 
 def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:
-    """The model's shape. Raises `ConfigError` unless stages and tokenizer fit it."""
+    """The model's shape. Raises `ConfigError` unless stages, tokenizer and adapter fit it."""
     path = Path(config.model.path)
     shape = read_model_shape(path)
     check_stages(config, shape, hardware)
     check_tokenizer_file(path, shape.vocabulary)
+    check_adapter(config.model)
     return shape
 
 

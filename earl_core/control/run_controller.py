@@ -205,7 +205,8 @@ class RunController:
         if plan.iteration >= self.config.iterations:
             needed = {EVALUATION.role: unsealed(EVALUATION.name)}
         else:
-            doing = {role: [s.name for s in STAGES.values() if s.role == role] for role in PLACED}
+            doers = {stage.name: stage.done_by(self.config) for stage in STAGES.values()}
+            doing = {role: [name for name, by in doers.items() if by == role] for role in PLACED}
             needed = {role: unsealed(*stages) for role, stages in doing.items()}
         roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]
         self.groups.start_ahead((role, plan.stages[role]) for role in roles)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from earl_core.config import RunConfig
+from earl_core.pretrained.adapter_checks import pairs_bytes
 from earl_core.pretrained.model_directory import published_bytes, read_model_shape
 from earl_core.selector.model.memory_model import gib
 from earl_core.system.finding import Finding
@@ -34,7 +35,11 @@ def need_of(config: RunConfig) -> Need:
     columns = int(config.needs_reference) + int(config.needs_old_logprobs)
     tokens = min(rollout.max_model_len or positions, positions)
     samples = samples_bytes(rollout.episodes_per_iteration, tokens, columns)
-    return Need(published_bytes(model, rollout.dtype), samples * config.checkpoint.every)
+    if config.model.adapter is not None:
+        version = pairs_bytes(config.model, rollout.dtype)
+    else:
+        version = published_bytes(model, rollout.dtype)
+    return Need(version, samples * config.checkpoint.every)
 
 
 def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Finding]:

@@ -89,7 +89,8 @@ class Stage:
     optional: the attribute, dotted, of a configuration, and of the selection's input where the
     stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
     forward pass of the update's model alone, laid out as the update is unless the choice is its
-    own.
+    own. joins: the attribute, dotted, of a configuration that has the ranks of the update do it,
+    which hold its model already; empty: none has.
     """
 
     name: str
@@ -99,6 +100,12 @@ class Stage:
     makes: Literal["plan", "columns", "state", "weights"] = "columns"
     optional: str = ""
     scores: bool = False
+    joins: str = ""
+
+    def done_by(self, config: Any) -> str:
+        """The role whose worker groups do the stage in a run of this configuration."""
+        joined = self.joins and attrgetter(self.joins)(config) is not None
+        return "update" if joined else self.role
 
     def takes_part(self, given: Any) -> bool:
         """True when an iteration of this configuration, or for this selection's input, has the
@@ -116,6 +123,7 @@ _PLAY = (
     "seed",
     "model.path",
     "model.chat_template",
+    "model.adapter",
     "environment",
     "environments",
     "rollout.engine",
@@ -167,6 +175,7 @@ STAGES: Mapping[str, Stage] = {
             settings=("model.path", "rollout.temperature", "update.precision"),
             optional="needs_reference",
             scores=True,
+            joins="model.adapter",
         ),
         Stage("reward", "experience", reads=("rollout",), settings=_SCORED),
         Stage(
@@ -181,6 +190,7 @@ STAGES: Mapping[str, Stage] = {
             reads=("rollout", "reference", "advantage"),
             settings=(
                 "seed",
+                "model.adapter",
                 "algorithm",
                 "rollout.temperature",
                 "update.precision",

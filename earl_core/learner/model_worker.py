@@ -3,6 +3,7 @@ shards, a learner."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,14 +16,17 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, ShardEntry
-from earl_core.learner.data.samples import RankReader, RowCost, Split, training_samples
-from earl_core.learner.memory import Parking, guarded
+from earl_core.learner.data.samples import SCORED, RankReader, RowCost, Split, training_samples
+from earl_core.learner.low_rank import base_alone
+from earl_core.learner.memory import Parking, guarded, peak_bytes, reset_peak
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.worker import RunWorker
+from earl_core.system import fault_points
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
+from earl_core.trajectory.schema import REFERENCE_SCHEMA
 
 
 class ModelWorker(RunWorker):
@@ -72,10 +76,48 @@ class ModelWorker(RunWorker):
 
         return self._ranks.do(read)
 
+    def score_reference(
+        self, manifests: list[dict[str, Any]], link_bytes: float = 0.0
+    ) -> dict[str, Any]:
+        """Write `reference_logprobs`, those of the initial model, for this replica's rows of the
+        rollout's manifest. An adapter takes no part, so that a learner's base is that model.
+
+        manifests: a reference to it. link_bytes: see `Layout`.
+        """
+        started = time.perf_counter()
+        reset_peak()
+        shards, tokens = [], 0
+        with (
+            guarded("reference"),
+            base_alone(self._learner.model),
+            self._open(manifests, SCORED, None, link_bytes) as batch,
+        ):
+            if self._mesh.leader and len(batch):
+                entry = self._publish_scores(batch, REFERENCE_SCHEMA, "reference", self._report)
+                shards, tokens = [entry.model_dump(mode="json")], sum(entry.row_lengths)
+            else:
+                # The other ranks of a replica compute their parts of the same rows; a replica
+                # without rows takes part in what all do together.
+                self._learner.score(training_samples(batch))
+        fault_points.point("reference.written", self._context.iteration or 0)
+        seconds = time.perf_counter() - started
+        rate = tokens / max(seconds, 1e-9)
+        metrics = {
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            **peak_bytes(),
+            **self._reader.reads.spent(),
+        }
+        return {"shards": shards, "metrics": metrics, "weight": tokens}
+
     def _publish_scores(
-        self, batch: Batch, schema: pa.Schema, on_progress: Callable[[int, int], None] | None = None
+        self,
+        batch: Batch,
+        schema: pa.Schema,
+        stage: str,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> ShardEntry:
-        """The model's log-probs of the batch's trained tokens as a completed shard.
+        """The model's log-probs of the batch's trained tokens as a completed shard of a stage.
 
         schema: `sample_id` and one token column, which is scored in place, so that nothing is
         copied. Raises `PoolFull` when the shard does not fit.
@@ -83,7 +125,7 @@ class ModelWorker(RunWorker):
         (name,) = (name for name in schema.names if name != "sample_id")
         samples, store = training_samples(batch), self._reader.reads.store
         with store.create(
-            stage=self.stage,
+            stage=stage,
             iteration=self._context.iteration or 0,
             rank=self._context.rank,
             schema=schema,

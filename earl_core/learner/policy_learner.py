@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import TrainingSample, plan_shared
 from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
+from earl_core.learner.kernels import choose_kernels
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
@@ -75,7 +75,7 @@ class PolicyLearner:
         logits_chunk_tokens: int | None = None,
         offload_optimizer: bool = False,
     ) -> None:
-        _choose_algorithms(deterministic=update.deterministic)
+        choose_kernels(deterministic=update.deterministic)
         mesh = mesh or create_mesh()
         if mesh.device.type == "cpu":
             keep_freed_memory()
@@ -92,6 +92,7 @@ class PolicyLearner:
             mesh,
             mixed=bf16_is_fast(mesh.device) if update.precision == "auto" else update.mixed,
             chunk_tokens=logits_chunk_tokens,
+            seed=seed,
         )
         self.tokenizer = load_tokenizer(model)
         self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
@@ -106,10 +107,10 @@ class PolicyLearner:
         if self._compiled:
             compile_layers(parallel.model)
         checkpoint_activations(parallel.model, self.config.activation_checkpointing)
-        self.optimizer.bind(self.named_parameters())
+        self.optimizer.bind(parallel.trained.items())
         for name, tensors in state.items():
             self.optimizer.load_state(name, tensors)
-        self._gradients = Gradients(parallel.model.parameters(), self.mesh)
+        self._gradients = Gradients(parallel.trained.values(), self.mesh)
         self._feed = Feed(self.device, self.mesh)
         self._ranks = Ranks(self.mesh, "data_parallel")
 
@@ -138,7 +139,8 @@ class PolicyLearner:
         return self.model.named_parameters()
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The policy's float32 weights by state-dict name, tied ones once; not copied.
+        """The policy's weights by state-dict name, tied ones once; not copied. Float32, but what an
+        adapter leaves frozen may be bf16.
 
         Plain tensors, or DTensors where the mesh has cut them.
         """
@@ -244,11 +246,15 @@ class PolicyLearner:
             optimizer=self.optimizer,
             state=state,
             mesh=self.mesh,
+            adapter=self.parallel.adapter,
         )
 
     def try_saving(self, parent: Path) -> None:
         """Try to write a training state below `parent`, as `checkpoint.try_training_state` does."""
-        try_training_state(parent, model=self.model, tokenizer=self.tokenizer, mesh=self.mesh)
+        model, adapter = self.model, self.parallel.adapter
+        try_training_state(
+            parent, model=model, tokenizer=self.tokenizer, mesh=self.mesh, adapter=adapter
+        )
 
     def restore(self, directory: Path) -> dict[str, Any]:
         """Continue from a training state, bit for bit; returns the `state` given to `save`.
@@ -256,7 +262,11 @@ class PolicyLearner:
         Any mesh reads what any other wrote.
         """
         return read_training_state(
-            directory, model=self.model, optimizer=self.optimizer, mesh=self.mesh
+            directory,
+            model=self.model,
+            optimizer=self.optimizer,
+            mesh=self.mesh,
+            adapter=self.parallel.adapter,
         )
 
     @property
@@ -386,13 +396,3 @@ _FILLER = TrainingSample(
     loss_mask=np.array([0, 1], dtype=np.uint8),
     rollout_logprobs=np.zeros(2, dtype=np.float32),
 )
-
-
-def _choose_algorithms(*, deterministic: bool) -> None:
-    """Choose the algorithms of this process, before it multiplies on a GPU: cuBLAS reads the
-    variable then."""
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Nothing here reads memory before it is written.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(deterministic)

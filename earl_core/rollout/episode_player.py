@@ -127,6 +127,7 @@ class EpisodePlayer:
             temperature=self._settings.temperature,
             seed=derive_seed(self.spec.seed, "draw", self._turn),
             stop_token_ids=self._chat.stop_token_ids,
+            ends=self._chat.ends,
         )
 
     def answer(self, completion: Completion) -> Answer | None:

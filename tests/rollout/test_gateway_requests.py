@@ -252,7 +252,8 @@ def test_token_ids_go_on_where_the_answer_ended_and_are_recorded_as_they_are() -
             assert message in (await ask(ids)).json()["error"]["message"]
         beyond = (await ask([ROWS])).json()["error"]["message"]
         assert beyond == f"token_ids must be whole numbers from 0 to {ROWS - 1}"
-        assert "stop is not supported" in (await ask(first, stop=["x"])).json()["error"]["message"]
+        masked = (await ask(first, bad_words=["x"])).json()["error"]["message"]
+        assert "sampling_params.bad_words is not supported" in masked
         episode = asking.session.end(1.0, {})
         assert [len(sample.turn_starts) for sample in episode.samples] == [2, 1, 1, 1]
         assert episode.samples[0].tokens[: len(second)] == second

@@ -52,7 +52,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "assistant", "tool_calls": [{"function": BROKEN_CALL}]}]},
         "the arguments of 'f' are no JSON object",
     ),
-    "stop": ({**HELLO, "stop": ["\n"]}, "rollout.stop"),
+    "stop": ({**HELLO, "stop": ["a", ""]}, "stop must have texts that are not empty"),
+    "many stops": ({**HELLO, "stop": ["a"] * 65}, "a list of 64 texts at most"),
     "a role": ({"messages": [{"role": "judge", "content": ""}]}, "one of the roles"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

@@ -19,6 +19,7 @@ DONE: dict[str, dict[str, Any]] = {
         "model": "policy",
         "n": 2,
         "stop_token_ids": [9],
+        "stop": ["Observation:", "Calling tools:"],
         "chat_template_kwargs": {"enable_thinking": False},
         "continue_final_message": {"messages": ASSISTANT, "continue_final_message": True},
         "add_generation_prompt": True,
@@ -63,11 +64,17 @@ DONE: dict[str, dict[str, Any]] = {
         "tools": [MESSAGES_TOOL],
         "tool_choice": {"tools": [MESSAGES_TOOL], "tool_choice": {"type": "any"}},
         "thinking": {"type": "disabled"},
+        "stop_sequences": ["Observation:"],
         "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
         "stream": True,
     },
     "generate": {"token_ids": [5], "sampling_params": {}, "model": "policy"},
-    "sampling_params of generate": {"stop_token_ids": [9], "max_tokens": 5, "logprobs": 0},
+    "sampling_params of generate": {
+        "stop": "a",
+        "stop_token_ids": [9],
+        "max_tokens": 5,
+        "logprobs": 0,
+    },
 }
 """A value of each field that is done; several fields where it does not stand alone."""
 LEAST: dict[str, dict[str, Any]] = {

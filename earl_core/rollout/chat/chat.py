@@ -19,6 +19,7 @@ from earl_core.rollout.chat.chat_template import QUESTION, RESULT, TOOL, ChatTem
 from earl_core.rollout.chat.disguise import Sampled
 from earl_core.rollout.chat.sized_cache import SizedCache
 from earl_core.rollout.chat.special_tokens import SpecialTokens
+from earl_core.rollout.chat.stop_strings import StopStrings, cut
 from earl_core.rollout.chat.token_texts import TokenTexts
 from earl_core.rollout.chat.tool_calls import (
     NO_TOOLS,
@@ -48,13 +49,12 @@ class ChatTokenizer:
 
     tokenizer: a transformers tokenizer.
     answer_prefix: text that every answer begins with; it is given to the model, not sampled.
-    stop: strings of one token each that end an answer, besides end-of-turn and end-of-text.
+    stop: strings that end an answer, besides end-of-turn and end-of-text; its text keeps them.
     tool_format: of `tool_calls.FORMATS`, or auto.
     eos_token_ids: that the model names beside the tokenizer's own.
     rows: of the model's embeddings, which may be more than the tokenizer has tokens.
     template_options: variables that the template is told in every conversation.
-    Raises `ConfigError` for templates that fail or lose answers and for stop strings that
-    are not one token.
+    Raises `ConfigError` for templates that fail or lose answers, and for an empty stop string.
     """
 
     def __init__(
@@ -86,8 +86,17 @@ class ChatTokenizer:
         self._following: SizedCache[_Key, list[int]] = SizedCache()
         self._texts: SizedCache[tuple[int, ...], str] = SizedCache()
         self._ends = self._turn_ends(texts_end)
-        asked = [self._single_token(text) for text in stop]
-        self.stop_token_ids = tuple(dict.fromkeys([*self._ends.ids, *asked]))
+        if "" in stop:
+            raise ConfigError(
+                "rollout.stop holds an empty string, which would end every answer",
+                remedy="leave it out",
+            )
+        asked = {text: self._single_token(text) for text in stop}
+        single = [token for token in asked.values() if token is not None]
+        self.stop_token_ids = tuple(dict.fromkeys([*self._ends.ids, *single]))
+        self._stop = [text for text, token in asked.items() if token is None]
+        self.ends = self.ends_by(())
+        """What ends answers beside these tokens."""
         self._stable = {NO_TOOLS.key: self._probe_stability(NO_TOOLS)}
 
     def prefix_stable(self, tools: Tools = NO_TOOLS) -> bool:
@@ -124,17 +133,32 @@ class ChatTokenizer:
         """The same of the tokens that follow an answer in the template's text."""
         return following[self._ends.overlap(sampled, following) :] + self.prefix_tokens
 
-    def read(self, sampled: Sequence[int], tools: Tools = NO_TOOLS) -> Answer:
-        """An answer and the calls of tools in it; without tools none are looked for."""
-        text = self.text_of(sampled)
+    def ends_by(self, stop: Sequence[str]) -> StopStrings | None:
+        """What ends answers by these strings, too; see `GenerationRequest.ends`."""
+        sought = [*self._stop, *stop]
+        return StopStrings(sought, self.token_texts) if sought else None
+
+    def read(
+        self,
+        sampled: Sequence[int],
+        tools: Tools = NO_TOOLS,
+        stop: Sequence[str] = (),
+        opening: Sequence[int] = (),
+    ) -> Answer:
+        """An answer and the calls of tools in it; without tools none are looked for.
+
+        stop: strings before which its texts are cut. opening: its first tokens, in which these are
+        not looked for.
+        """
+        text, stopped_by = cut(self.text_of(sampled), stop, len(self.text_of(opening)))
         if not tools:
-            return Answer(text, text)
-        raw, parser = self.raw_text_of(sampled), self.parser
+            return Answer(text, text, stopped_by=stopped_by)
+        raw, _ = cut(self.raw_text_of(sampled), stop, len(self.raw_text_of(opening)))
         try:
-            beside, calls = parser.parse(raw, tools)
+            beside, calls = self.parser.parse(raw, tools)
         except ValueError as error:
-            return Answer(text, raw, error=str(error))
-        return Answer(beside if calls else text, raw, calls)
+            return Answer(text, raw, error=str(error), stopped_by=stopped_by)
+        return Answer(beside if calls else text, raw, calls, stopped_by=stopped_by)
 
     def answer_of(self, sampled: Sequence[int]) -> list[int]:
         """An answer's tokens without what ends the turn."""
@@ -307,18 +331,12 @@ class ChatTokenizer:
                     ends.is_followed(self.encode(self._after_answer([message], tools)))
         return ends
 
-    def _single_token(self, text: str) -> int:
+    def _single_token(self, text: str) -> int | None:
         tokens = self.encode(text)
         if len(tokens) == 1 and tokens[0] != self._tokenizer.unk_token_id:
             return tokens[0]
         known = self._tokenizer.get_vocab().get(text)
-        if known is not None:
-            return int(known)
-        raise ConfigError(
-            f"rollout.stop holds {text!r}, which is {len(tokens)} tokens for this tokenizer: give "
-            "strings that are one token each, or leave it out and end answers by "
-            "rollout.max_tokens_per_turn"
-        )
+        return None if known is None else int(known)
 
 
 def _answered(content: str, calls: Sequence[ToolCall] = ()) -> list[Message]:

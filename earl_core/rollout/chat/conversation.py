@@ -45,9 +45,11 @@ class Conversation:
             self._text = self._chat.render(messages, self._tools)
         return self._chat.first_prompt(messages, self._tools)
 
-    def read(self, sampled: Sequence[int]) -> Answer:
-        """An answer and the calls of the conversation's tools in it."""
-        return self._chat.read(sampled, self._tools)
+    def read(
+        self, sampled: Sequence[int], stop: Sequence[str] = (), opening: Sequence[int] = ()
+    ) -> Answer:
+        """An answer and the calls of the conversation's tools in it; see `ChatTokenizer.read`."""
+        return self._chat.read(sampled, self._tools, stop, opening)
 
     def message(self, answer: Answer) -> Message:
         """An answer as a message; its calls are numbered through the conversation."""

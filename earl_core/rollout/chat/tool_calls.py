@@ -131,12 +131,13 @@ NO_TOOLS = Tools()
 class Answer:
     """An answer of the model. text: without special tokens. raw: with them, but for the end of the
     turn; the same where there are no tools. calls: of tools. error: why what looks like calls is
-    none."""
+    none. stopped_by: the string before which its texts were cut."""
 
     text: str
     raw: str
     calls: Sequence[FunctionCall] = ()
     error: str = ""
+    stopped_by: str = ""
 
     def message(self, ids: Sequence[str]) -> Message:
         """Make the message. ids: of its calls."""

@@ -14,13 +14,15 @@ from earl_core.trajectory.samples import Sample
 @dataclass(frozen=True)
 class Turn:
     """The state after an answer. messages: how many there are. tokens: of its sample. answer: the
-    tokens of the whole message, those that it was opened with included."""
+    tokens of the whole message, those that it was opened with included. cut: whether its text is
+    that of a part of them."""
 
     messages: int
     sample: Sample
     tokens: int
     answer: Sequence[int]
     conversation: Conversation | None
+    cut: bool = False
 
 
 @dataclass(eq=False)

@@ -99,15 +99,21 @@ class Branches:
         new_branch = self._new([{"role": "", "content": digest}], _RENDERED)
         return Placing.rendered(new_branch, tokens, None)
 
-    def answer(self, prompt: Prompt, completion: Completion) -> Message:
-        """Record the answer; returns it, without what it was opened with. The ids of its calls are
-        no other's in the session."""
+    def answer(
+        self, prompt: Prompt, completion: Completion, stop: Sequence[str] = ()
+    ) -> tuple[Message, str]:
+        """Record the answer; returns it, without what it was opened with and cut before the first
+        of the strings `stop`, and that string. The ids of its calls are no other's in the
+        session."""
         branch, conversation = prompt.branch, prompt.conversation
+        stopped_by = ""
         if conversation is None:
             text = self._chat.raw_text_of(completion.tokens)
             message = Message(role="assistant", content=text)
         else:
-            answer = conversation.read([*prompt.opening, *completion.tokens])
+            tokens = [*prompt.opening, *completion.tokens]
+            answer = conversation.read(tokens, stop, prompt.opening)
+            stopped_by = answer.stopped_by
             message = answer.message(self._call_ids(branch, len(answer.calls)))
             text = answer.raw if answer.calls else answer.text
         sample = prompt.sample
@@ -125,10 +131,11 @@ class Branches:
                 len(sample.tokens),
                 [*prompt.opening, *completion.tokens],
                 conversation,
+                bool(stopped_by),
             )
         )
         branch.busy = False
-        return self._without_opening(message, prompt) if prompt.opening else message
+        return self._without_opening(message, prompt) if prompt.opening else message, stopped_by
 
     def give_up(self, prompt: Prompt | Placing) -> None:
         """The request gets no answer; it may come again."""
@@ -163,7 +170,9 @@ class Branches:
         fork: tuple[Turn, list[int]] | None = None
         for branch in self.all:
             turn = next((each for each in reversed(branch.turns) if each.messages == size), None)
-            if branch.tools != tools or turn is None or branch.messages[:size] != opened:
+            if turn is None or turn.cut:
+                continue
+            if branch.tools != tools or branch.messages[:size] != opened:
                 continue
             answer = self._chat.answer_of(turn.answer)
             ended = len(answer) < len(turn.answer)

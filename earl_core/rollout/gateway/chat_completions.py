@@ -47,6 +47,7 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
         stream=bool(body.get("stream")),
         count=chat_request.whole_number(body, "n", 1, MOST_ANSWERS) or 1,
         stop_token_ids=chat_request.token_ids(body, "stop_token_ids", reading.vocabulary),
+        stop=chat_request.stop_strings(body, "stop"),
         constraints=asked,
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),

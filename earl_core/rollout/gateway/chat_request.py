@@ -15,6 +15,7 @@ from earl_core.rollout.gateway.constraints import Constraint
 from earl_core.rollout.gateway.refusals import invalid
 from earl_core.system.errors import ConfigError
 
+_MOST_STOPS = 64
 _AROUND = 8
 """Characters that a template puts around a message, at least."""
 
@@ -52,6 +53,7 @@ class ChatRequest:
     opening: str = ""
     count: int = 1
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     constraints: Sequence[Constraint] = ()
     usage: bool = False
     logprobs: bool = False
@@ -193,6 +195,17 @@ def token_ids(body: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, 
     ):
         raise invalid(f"{key} must be whole numbers from 0 to {vocabulary - 1}")
     return tuple(given)
+
+
+def stop_strings(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Strings that end the answer: one, or a list. Raises `HTTPException`."""
+    given = body.get(key) or []
+    listed = [given] if isinstance(given, str) else given
+    if not isinstance(listed, list) or len(listed) > _MOST_STOPS:
+        raise invalid(f"{key} must be a text or a list of {_MOST_STOPS} texts at most")
+    if not all(isinstance(each, str) and each for each in listed):
+        raise invalid(f"{key} must have texts that are not empty")
+    return tuple(listed)
 
 
 def arguments_text(call: ToolCall) -> str:

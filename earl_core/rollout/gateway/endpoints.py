@@ -111,7 +111,7 @@ class Endpoints:
         asked: ChatRequest = await self._parsed(
             request, session, lambda body: api.parse(body, reading)
         )
-        growth = Growth(self._chat)
+        growth = Growth(self._chat, max(map(len, asked.stop), default=1) - 1)
         # With tools the text is known at the end, when it is known what are calls.
         grows = asked.stream and not (asked.tools or asked.opening or self._engine.lockstep)
         grows = grows and asked.count == 1
@@ -124,6 +124,7 @@ class Endpoints:
             texts=asked.texts,
             count=asked.count,
             stop_token_ids=asked.stop_token_ids,
+            stop=asked.stop,
             constraints=asked.constraints,
             token_texts=asked.logprobs,
         )
@@ -150,6 +151,7 @@ class Endpoints:
                 asked.model == OPPONENT,
                 tokens=len(asked.token_ids),
                 stop_token_ids=asked.stop_token_ids,
+                stop=asked.stop,
             )
             answers = await self._begun(request, self._pending(session, call), None)
             assert answers is not None

@@ -66,9 +66,7 @@ _SAMPLING = {
     **_harmless("only beam search has it", "length_penalty", "early_stopping"),
     **_done("answers of the conversation, each on a branch of its own", "n"),
     **_done("tokens that end the answer, besides the model's own", "stop_token_ids"),
-    **_refused(
-        "answers end at the model's end of turn, at rollout.stop and at stop_token_ids", "stop"
-    ),
+    **_done("strings that end the answer, whose text is cut before them", "stop"),
     **_refused(_OWN, "logit_bias", "bad_words", "allowed_token_ids", "vllm_xargs", "extra_args"),
     **_refused(_OWN, "min_tokens", "ignore_eos", "use_beam_search", "thinking_token_budget"),
     **_refused(_OWN, "repetition_detection", "watermarking"),
@@ -220,7 +218,7 @@ MESSAGES: Fields = {
     **_done("`enable_thinking` of a chat template that reads it", "thinking"),
     **_done(f"format: {_FREE}; effort: of a chat template that reads it", "output_config"),
     **_done("server-sent events", "stream"),
-    **_refused("answers end at the model's end of turn and at rollout.stop", "stop_sequences"),
+    **_done("strings that end the answer, whose text is cut before them", "stop_sequences"),
     **_refused("the conversation is the request's", "context_management"),
     **_refused(_NOT_SERVED, "container", "mcp_servers"),
 }

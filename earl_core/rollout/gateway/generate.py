@@ -13,7 +13,12 @@ from typing import Any
 
 from earl_core.rollout.gateway import chat_completions
 from earl_core.rollout.gateway.call import Answer
-from earl_core.rollout.gateway.chat_request import json_object, token_ids, whole_number
+from earl_core.rollout.gateway.chat_request import (
+    json_object,
+    stop_strings,
+    token_ids,
+    whole_number,
+)
 from earl_core.rollout.gateway.fields import GENERATE, SAMPLING, check
 from earl_core.rollout.gateway.refusals import invalid
 
@@ -27,6 +32,7 @@ class GenerateRequest:
     max_tokens: int | None
     logprobs: bool
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 def parse(body: Any, vocabulary: int) -> GenerateRequest:
@@ -49,6 +55,7 @@ def parse(body: Any, vocabulary: int) -> GenerateRequest:
         whole_number(sampling, "max_tokens", 1),
         sampling.get("logprobs") is not None,
         token_ids(sampling, "stop_token_ids", vocabulary),
+        stop_strings(sampling, "stop"),
     )
 
 

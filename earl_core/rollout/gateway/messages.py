@@ -58,6 +58,7 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
         max_tokens=chat_request.whole_number(body, "max_tokens", 1),
         model=str(body.get("model", "")),
         stream=bool(body.get("stream")),
+        stop=chat_request.stop_strings(body, "stop_sequences"),
         constraints=asked,
     )
 
@@ -68,8 +69,7 @@ def reply(request: ChatRequest, answers: Sequence[Answer], name: str) -> dict[st
     return {
         **_head(request, name),
         "content": _blocks(answer),
-        "stop_reason": _STOPS[answer.finish_reason],
-        "stop_sequence": None,
+        **_ended(answer),
         "usage": _usage(answer),
     }
 
@@ -101,8 +101,7 @@ class Chunks:
                 delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
                 yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
-        ended = {"stop_reason": _STOPS[answer.finish_reason], "stop_sequence": None}
-        yield _event("message_delta", delta=ended, usage=_usage(answer))
+        yield _event("message_delta", delta=_ended(answer), usage=_usage(answer))
         yield _event("message_stop")
 
     def error(self, body: dict[str, Any]) -> str:
@@ -228,6 +227,13 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 def _head(request: ChatRequest, name: str) -> dict[str, Any]:
     about = {"id": f"msg_{name}", "type": "message", "role": "assistant"}
     return {**about, "model": request.model}
+
+
+def _ended(answer: Answer) -> dict[str, str | None]:
+    reason = _STOPS[answer.finish_reason]
+    if answer.stopped_by and reason == "end_turn":
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": answer.stopped_by or None}
 
 
 def _usage(answer: Answer) -> dict[str, int]:

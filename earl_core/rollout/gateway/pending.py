@@ -55,10 +55,11 @@ class PendingAnswer:
 
 
 class Growth:
-    """The tokens that the engine has sampled of an answer so far."""
+    """The tokens that the engine has sampled of an answer so far. held: characters at the end of
+    the text that its end may still cut off."""
 
-    def __init__(self, chat: ChatTokenizer) -> None:
-        self._chat = chat
+    def __init__(self, chat: ChatTokenizer, held: int = 0) -> None:
+        self._chat, self._held = chat, held
         self._tokens: list[int] = []
         self.sent = ""
         """All pieces so far."""
@@ -75,6 +76,7 @@ class Growth:
     def piece(self) -> str:
         """Return the known part of the answer's text beyond the pieces so far."""
         text = self._chat.beginning_of(self._tokens)
+        text = text[: max(len(text) - self._held, 0)]
         piece = text[len(self.sent) :]
         self.sent += piece
         return piece

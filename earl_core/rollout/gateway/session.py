@@ -157,7 +157,7 @@ class Session:
     def _answer(self, side: _Side, prompt: Prompt, completion: Completion, call: Call) -> Answer:
         """Record one answer."""
         tokens = prompt.tokens
-        message = side.branches.answer(prompt, completion)
+        message, stopped_by = side.branches.answer(prompt, completion, call.stop)
         side.sampled += len(completion.tokens)
         self._meter.generated_tokens += len(completion.tokens)
         self._meter.prompt_tokens += len(prompt.given)
@@ -173,7 +173,7 @@ class Session:
             self._meter.tool_calls += len(message["tool_calls"])
             reason = "tool_calls"
         texts = map(self._chat.token_texts.of, completion.tokens) if call.token_texts else ()
-        return Answer(message, reason, tokens, completion, list(texts))
+        return Answer(message, reason, tokens, completion, list(texts), stopped_by)
 
     def _note_skipped(self, side: _Side, place: Placing) -> None:
         """Count answers that the agent has from elsewhere, and not from its session."""
@@ -342,6 +342,7 @@ class Session:
             seed=side.branches.draw_seed(prompt.branch),
             stop_token_ids=tuple(dict.fromkeys([*self._chat.stop_token_ids, *call.stop_token_ids])),
             on_tokens=call.on_tokens,
+            ends=self._chat.ends_by(call.stop) if call.stop else self._chat.ends,
         )
 
     def _check_tokens(self, side: _Side, tokens: int) -> None:
