@@ -21,10 +21,12 @@ from earl_core.config.environment import (
     EnvironmentConfig,
     MixedEnvironment,
 )
+from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
 from earl_core.config.reward import RewardConfig
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.schedule import ScheduleConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import (
     CheckpointConfig,
@@ -41,6 +43,9 @@ from earl_core.system.settings import Place, Settings
 
 KEPT_ANCESTOR = "ancestor"
 """The folder of a run directory that holds a copy of its ancestor's model."""
+
+KEPT_REFERENCES = "references"
+"""Likewise of the frozen models that its KL penalties name."""
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
 """Names that Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
@@ -85,6 +90,11 @@ class RunConfig(Settings):
         description="Rule by which the shares of the `environments` follow the spread of their "
         "returns; None: their weights alone decide.",
     )
+    imitation: ImitationConfig | None = Field(
+        default=None,
+        description="First iterations that imitate demonstrations, by cross entropy; None: all "
+        "iterations play episodes.",
+    )
     rollout: RolloutConfig = Field(description="Sampling of episodes: engine, batch size, budgets.")
     cluster: ClusterConfig = Field(
         default=ClusterConfig(), description="The hosts of the run; by default this machine."
@@ -109,6 +119,10 @@ class RunConfig(Settings):
     stages: StagesConfig = Field(
         default=StagesConfig(),
         description="Parallelism of rollout and update; by default all GPUs are used.",
+    )
+    schedule: ScheduleConfig = Field(
+        default=ScheduleConfig(),
+        description="Overlap of iterations; by default each begins when the one before has ended.",
     )
     selector: SelectorConfig = Field(
         default=SelectorConfig(),
@@ -192,6 +206,23 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _imitation(self) -> RunConfig:
+        if self.imitation is None:
+            return self
+        if self.imitation.iterations > self.iterations:
+            raise ValueError(
+                f"imitation.iterations ({self.imitation.iterations}) exceeds iterations "
+                f"({self.iterations}), which counts them too: raise iterations"
+            )
+        if self.update.minibatches > self.demonstrations:
+            raise ValueError(
+                f"update.minibatches ({self.update.minibatches}) exceeds "
+                f"imitation.episodes_per_iteration ({self.demonstrations}): each minibatch needs "
+                "a demonstration of its own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         algorithm, rollout = self.algorithm, self.rollout
         estimator = ADVANTAGE_ESTIMATORS.checked(algorithm.advantage)
@@ -235,6 +266,9 @@ class RunConfig(Settings):
                 f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
                 "needs a prompt of its own"
             )
+        corrected = algorithm.importance_correction is not None
+        # A loss of somebody's own that cannot be imported here is trusted.
+        self.schedule.check(self.iterations, corrected or loss is None or loss.from_rollout)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages)
@@ -289,7 +323,7 @@ class RunConfig(Settings):
     def teacher(self, text: str) -> Path:
         """The folder of the run directory for a reference that is not the initial policy."""
         folder = xxhash.xxh3_64_hexdigest(text.encode())
-        return Path(self.runs_directory, self.name, "references", folder)
+        return Path(self.runs_directory, self.name, KEPT_REFERENCES, folder)
 
     @property
     def played(self) -> Mapping[str, EnvironmentConfig]:
@@ -309,6 +343,27 @@ class RunConfig(Settings):
         options = {**self.environment.options, **self.evaluation.options}
         return {"": self.environment.model_copy(update={"options": options})}
 
+    def evaluates(self, version: int) -> bool:
+        """True when this policy version is evaluated; the first and the last always are, so that
+        the curve has both ends."""
+        every = self.evaluation.every
+        return bool(every) and (version % every == 0 or version == self.iterations)
+
+    def imitates(self, iteration: int) -> bool:
+        """True for an iteration that learns from demonstrations and plays no episode."""
+        return self.imitation is not None and iteration < self.imitation.iterations
+
+    def played_before(self, iteration: int) -> int:
+        """Count the iterations before this one that played episodes."""
+        imitating = 0 if self.imitation is None else self.imitation.iterations
+        return max(0, iteration - imitating)
+
+    @property
+    def demonstrations(self) -> int:
+        """Demonstrations of an iteration that imitates."""
+        given = self.imitation and self.imitation.episodes_per_iteration
+        return given or self.rollout.episodes_per_iteration
+
     @property
     def needs_reference(self) -> bool:
         """True when a frozen model must score the episodes."""
@@ -317,11 +372,8 @@ class RunConfig(Settings):
     @property
     def mismatch_watch(self) -> MismatchWatch:
         """Judge of the difference between the engine's log-probs and the trainer's."""
-        return MismatchWatch(self._all_float32, self.rollout.temperature, self.update.max_mismatch)
-
-    @property
-    def _all_float32(self) -> bool:
-        return self.rollout.dtype == "float32" and self.update.precision == "fp32"
+        exact = self.rollout.dtype == "float32" and self.update.precision == "fp32"
+        return MismatchWatch(exact, self.rollout.temperature, self.update.max_mismatch)
 
     @property
     def skips_zero_advantage(self) -> bool:

@@ -35,6 +35,8 @@ _LATER = {
     "update.zero_advantage": None,
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,
+    "algorithm.importance_correction.low": 0.0,
+    "algorithm.importance_correction.outside": "cut",
 }
 """Settings that are in no key while they have their default: keys of runs that were begun before
 the setting existed stay as they are."""
@@ -54,7 +56,9 @@ def stage_key(
 
 def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
-    names = STAGE_SETTINGS[stage]
+    # Keys of runs that do not imitate are as they were before there was such a thing.
+    absent = ("imitation",) if config.imitation is None else ()
+    names = [name for name in STAGE_SETTINGS[stage] if not name.startswith(absent)]
     whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
     suites = whole.get("evaluation", {}).get("suites", ())
     for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
@@ -64,7 +68,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         del suite["gate"]
     for name, default in _LATER.items():
         section, _, key = name.rpartition(".")
-        with suppress(KeyError):
+        # There is no section where it is null.
+        with suppress(KeyError, TypeError):
             if look_up(whole, section)[key] == default:
                 del look_up(whole, section)[key]
     learnt = {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig
@@ -41,7 +41,7 @@ from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.deployment.stages import EVALUATION, PLACED, STAGES, TRAINED
+from earl_core.deployment.stages import EVALUATION, PLACED, TRAINED, taking_part
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.transport import TransportError
@@ -181,12 +181,27 @@ class RunController:
         self.model = self._model or self._made_model()
         self.reference_models = reference_shapes(self.config)
         check_shared_memory(self.config, self.run.stores)
+        self._check_demonstrations(self.next_iteration())
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
             self.start_ahead(sealed)
         self.run.store_config()
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))
+
+    def demonstrations(self, method: str, iteration: int, **arguments: Any) -> dict[str, Any]:
+        """Ask the worker of the demonstrations, which is one rank whatever the plan."""
+        alone = StageDeployment("demonstrate", threads=1)
+        (result,) = self.groups.call(alone, "demonstrations", method, iteration, **arguments)
+        return result
+
+    def _check_demonstrations(self, first: int) -> None:
+        if self.config.imitates(first):
+            surely(
+                lambda: self.demonstrations("check", first, first=first),
+                self.config.deadlines.repeats,
+                self.stop_requested.is_set,
+            )
 
     def _made_model(self) -> ModelShape:
         model = self.config.model.made
@@ -200,7 +215,7 @@ class RunController:
         )
         self.groups.retire("model", 0)
         keep_ancestor(self.run, find_ancestor(self.config))
-        check_teachers(self.config, Path(self.config.initial_model.path), self.hardware)
+        check_teachers(self.config, Path(self.config.initial_model.path))
         return fitting_model(self.config, self.hardware)
 
     def start_ahead(self, plan: DeploymentPlan) -> None:
@@ -217,7 +232,8 @@ class RunController:
         if plan.iteration >= self.config.iterations:
             needed = {EVALUATION.role: unsealed(EVALUATION.name)}
         else:
-            doers = {stage.name: stage.done_by(self.config) for stage in STAGES.values()}
+            stages = taking_part(self.config, self.config.imitates(plan.iteration))
+            doers = {stage.name: stage.done_by(self.config) for stage in stages}
             doing = {role: [name for name, by in doers.items() if by == role] for role in PLACED}
             needed = {role: unsealed(*stages) for role, stages in doing.items()}
         roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]

@@ -197,6 +197,7 @@ class ModelWorker(RunWorker):
             temperature=config.rollout.temperature,
             iterations=config.iterations,
             seed=config.seed,
+            imitation=config.imitation,
             mesh=self._mesh,
             logits_chunk_tokens=deployment.logits_chunk_tokens or None,
             offload_optimizer=deployment.offload_optimizer,

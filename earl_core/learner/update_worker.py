@@ -91,9 +91,9 @@ class LearnerWorker(ModelWorker):
         given.
 
         manifests: references to the rollout's, the reference's if there is one, and last the
-        advantage's. link_bytes: see `Layout`. Returns the new policy version, the weights' digest,
-        metrics, the shards this rank wrote, and how many steps were applied in this call (0 when an
-        earlier call had applied them).
+        advantage's; or to that of demonstrations alone. link_bytes: see `Layout`.
+        Returns the new policy version, the weights' digest, metrics, the shards this rank wrote,
+        and how many steps were applied in this call (0 when an earlier call had applied them).
         """
         iteration = self._context.iteration or 0
         trained, made = assigned(iteration)
@@ -211,7 +211,7 @@ class LearnerWorker(ModelWorker):
                 columns = TRAINED if self._config.one_penalty else (*TRAINED, LABEL)
                 batch = self._open(manifests, columns, split, link_bytes, without=out)
                 leases.enter_context(batch)
-                if self._config.needs_old_logprobs:
+                if self._config.needs_old_logprobs and not self._config.imitates(iteration):
                     shards, old = self._score(batch, iteration, leases)
                 samples = training_samples(batch, old, self._version, self._coefficient(iteration))
             watch = self._config.mismatch_watch
@@ -240,8 +240,8 @@ class LearnerWorker(ModelWorker):
         return steps
 
     def _coefficient(self, iteration: int) -> Callable[[str], float] | None:
-        """The KL coefficient of an environment's episodes; None where all have the same."""
-        if self._config.one_penalty:
+        """The KL coefficient of an environment's episodes; None: all have the same, or none."""
+        if self._config.one_penalty or self._config.imitates(iteration):
             return None
         return lambda label: self._config.penalty(label).at(iteration)
 
@@ -250,7 +250,7 @@ class LearnerWorker(ModelWorker):
     ) -> Skipped:
         """Choose the samples that nobody reads further; each replica looks at the advantages of a
         part of all rows."""
-        if not self._config.skips_zero_advantage:
+        if not self._config.skips_zero_advantage or self._config.imitates(iteration):
             return Skipped()
         with self._open(manifests, ADVANTAGES, None, link_bytes) as batch:
             own = advantage_table(batch)
@@ -292,7 +292,8 @@ class LearnerWorker(ModelWorker):
 
     def _save(self, path: Path, iteration: int, record: dict[str, Any]) -> None:
         self._point("update.save", iteration)
-        prompts = (iteration + 1) * self._config.rollout.prompts_per_iteration
+        config = self._config
+        prompts = config.played_before(iteration + 1) * config.rollout.prompts_per_iteration
         state = {**record, "policy_version": self._version, "prompts_trained": prompts}
         self._learner.save(path, state)
         self._restored = path

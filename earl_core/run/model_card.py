@@ -115,11 +115,13 @@ def _summary(config: RunConfig, version: int, label: str, ancestors: Sequence[Li
         base = f"`{ancestors[0]['name']}`, which goes back to {base},"
     played = sorted({each.played for each in config.played.values()})
     games = ", ".join(f"`{each}`" for each in played)
-    episodes = version * config.rollout.prompts_per_iteration * config.rollout.group_size
+    imitating = version - config.played_before(version)
+    episodes = config.played_before(version) * config.rollout.episodes_per_iteration
     how = (
         f"by {version} iteration{'' if version == 1 else 's'} of {config.iterations}, of "
         f"{config.rollout.prompts_per_iteration} prompts and {config.rollout.group_size} episodes "
         f"a prompt ({episodes:,} episodes)"
+        + (f", the first {imitating} from demonstrations" if imitating else "")
         if version
         else "not at all: this is the model before training"
     )

@@ -59,6 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
             ],
         }
     },
+    "imitation": {"imitation": {"data": "chats.jsonl", "iterations": 4}},
     "layouts": {
         "stages": {
             "placement": "separate",
@@ -82,7 +83,11 @@ def configs() -> dict[str, RunConfig]:
 def keys() -> dict[str, dict[str, str]]:
     inputs = ["0" * 32, "f" * 32]
     return {
-        name: {stage: stage_key(config, "uid", 3, stage, inputs) for stage in STAGE_SETTINGS}
+        name: {
+            stage: stage_key(config, "uid", 3, stage, inputs)
+            for stage in STAGE_SETTINGS
+            if stage != "demonstrate" or config.imitation
+        }
         for name, config in configs().items()
     }
 
@@ -92,11 +97,12 @@ def reads() -> dict[str, dict[str, list[str]]]:
 
     return {
         name: {
-            stage.name: list(stage.sources(config))
-            for wave in waves(taking_part(config))
+            stage.name: list(stage.sources(config, imitates))
+            for wave in waves(taking_part(config, imitates))
             for stage in wave
         }
         for name, config in configs().items()
+        for imitates in [config.imitates(3)]
     }
 
 

@@ -70,6 +70,14 @@ class TrainingSample:
                 )
 
 
+FILLER = TrainingSample(
+    tokens=np.zeros(2, dtype=np.int32),
+    loss_mask=np.array([0, 1], dtype=np.uint8),
+    rollout_logprobs=np.zeros(2, dtype=np.float32),
+)
+"""The sample that a rank computes, times nothing, where others have a microbatch more than it."""
+
+
 @dataclass(frozen=True)
 class PackedMicrobatch:
     """Samples laid end to end: T tokens, T' trained ones over all samples, E episodes.
