@@ -83,6 +83,7 @@ class Case:
     samples: int = 18
     dealt: tuple[int, ...] = (0, 1, 2, 3)
     chunk_tokens: int | None = None
+    adapter: dict[str, Any] | None = None
 
     def learner(self, scratch: Path, mesh: UpdateMesh | None = None) -> PolicyLearner:
         settings = {"minibatches": 3, "epsilon": 1e-2, "learning_rate": 0.03, "weight_decay": 0.1}
@@ -91,6 +92,7 @@ class Case:
             self.algorithm,
             mesh=mesh,
             logits_chunk_tokens=self.chunk_tokens,
+            adapter=self.adapter,
             **settings | self.update,
         )
 
@@ -145,6 +147,22 @@ CASES = {
     "norms_of_heads": Case(kind="qwen3"),
 }
 
+# The first step moves B alone where it begins as 0.
+ADAPTERS = {
+    "all_linear": Case(
+        algorithm=CASES["ppo_clip"].algorithm,
+        update={"max_grad_norm": 0.5},
+        adapter={"rank": 3, "alpha": 6},
+    ),
+    "some_tied": Case(
+        kind="qwen2",
+        update={"activation_checkpointing": "full", "max_tokens_per_microbatch": 1},
+        dealt=(0, 0, 1, 0, 2),
+        chunk_tokens=3,
+        adapter={"rank": 8, "alpha": 4, "targets": ["q_proj", "o_proj", "down_proj"]},
+    ),
+}
+
 # A sample a microbatch, so that ranks which share no sample compute what one process does, bit for
 # bit, and add the same numbers up in float32.
 MIXED = Case(
@@ -173,7 +191,12 @@ def prepare(scratch: Path) -> None:
     for kind in ("llama", "qwen2", "qwen3"):
         save_model(model(kind), scratch / kind)
     exact = dataclasses.replace(MIXED, update={**MIXED.update, "precision": "fp32"})
-    for name, case in (CASES | {"mixed": MIXED, "exact": exact}).items():
+    compute_alone(scratch, CASES | {"mixed": MIXED, "exact": exact})
+
+
+def compute_alone(scratch: Path, cases: dict[str, Case]) -> None:
+    """Write what one process computes in each case."""
+    for name, case in cases.items():
         learner = case.learner(scratch)
         before = {name: weight.clone() for name, weight in learner.named_weights().items()}
         found = result_of(case, learner)
@@ -206,7 +229,7 @@ def result_of(case: Case, learner: PolicyLearner) -> dict[str, torch.Tensor]:
         f"score {sample.sample_id}": torch.from_numpy(values)
         for sample, values in zip(samples, scores, strict=True)
     }
-    for name, weight in learner.named_weights().items():
+    for name, weight in learner.parallel.trained.items():
         found[f"weight {name}"] = local_part(weight)
         for key, value in learner.optimizer.state[name].items():
             found[f"{key} {name}"] = value
@@ -223,7 +246,7 @@ def _recorded_gradients(learner: PolicyLearner) -> dict[str, torch.Tensor]:
     original = learner.optimizer.step
 
     def step() -> None:
-        for name, parameter in learner.named_parameters():
+        for name, parameter in learner.parallel.trained.items():
             assert parameter.grad is not None
             gradients[f"gradient{step.steps} {name}"] = local_part(parameter.grad).clone()
         step.steps += 1
@@ -240,7 +263,7 @@ def differences(name: str, learner: PolicyLearner, scratch: Path) -> dict[str, f
     Absolute, and relative for numbers above 1.
     """
     expected = load_file(scratch / f"{name}.safetensors")
-    found = result_of(CASES[name], learner)
+    found = result_of((CASES | ADAPTERS)[name], learner)
     boxes = {each.name: each.box for each in slices_of(learner.named_weights())}
     largest: dict[str, float] = {}
     for key, value in found.items():
