@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 import xxhash
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from earl_core.deployment.shapes import AdapterShape
 from earl_core.system.settings import Options, Place, Settings
 
 # `models/` is where recipes and documentation keep directories.
@@ -43,6 +44,12 @@ class AdapterConfig(Settings):
     )
 
     @property
+    def shape(self) -> AdapterShape:
+        """The numbers that decide memory and work."""
+        targets = () if isinstance(self.targets, str) else tuple(self.targets)
+        return AdapterShape(rank=self.rank, targets=targets)
+
+    @property
     def source_digest(self) -> str:
         """xxh3_128 over the files in `from`, in hex; empty where there are none."""
         files = sorted(Path(self.source).glob("adapter_*")) if self.source else []
@@ -63,10 +70,22 @@ def _digest_of(files: tuple[tuple[Path, int], ...]) -> str:
 class ModelConfig(Settings):
     """The initial policy: any causal language model that transformers loads."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     path: Place = Field(
+        default="",
         description="A Hugging Face model directory (weights, config and tokenizer), relative to "
         "the working directory. Where there is none and no builder, `org/name` names a model of "
-        "the hub, downloaded once; ./org/name is always a directory."
+        "the hub, downloaded once; ./org/name is always a directory. Needed unless `from` is "
+        "given.",
+    )
+    ancestor: Place | None = Field(
+        default=None,
+        alias="from",
+        description="Weights to begin with in place of those of `path`: a run (its directory, or "
+        "its name in runs_directory), a model directory, or `org/name` of the hub. `RUN@12` is the "
+        "run's checkpoint of iteration 12, `RUN@best` the one evaluated best, `RUN` the last. The "
+        "run directory gets a copy.",
     )
     builder: str | None = Field(
         default=None,
@@ -93,6 +112,34 @@ class ModelConfig(Settings):
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model directory."
     )
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> ModelConfig:
+        if not self.path and self.ancestor is None:
+            raise ValueError(
+                "path is missing: name a model directory, or a run to begin from as model.from"
+            )
+        return self
+
+    def at(self, path: str | Path) -> ModelConfig:
+        """These settings of a model that lies in another directory."""
+        unmade = {"builder": None, "builder_options": dict[str, object]()}
+        return self.model_copy(update={"path": str(path), "ancestor": None, **unmade})
+
+    def whole(self, path: str | Path) -> ModelConfig:
+        """These settings of a model that lies in another directory, without an adapter."""
+        return self.at(path).model_copy(update={"adapter": None})
+
+    @property
+    def made(self) -> ModelConfig:
+        """The model that has to be made or downloaded where it is missing: a model of the hub to
+        begin from is downloaded as if `path` named it."""
+        return self if self.ancestor is None else self.at(self.ancestor)
+
+    @property
+    def shown(self) -> str:
+        """The model's name for people."""
+        return self.path if self.ancestor is None else self.ancestor
 
     @property
     def from_hub(self) -> bool:

@@ -37,6 +37,7 @@ from earl_core.rollout.pass_rates import suite_results
 from earl_core.rollout.rollout_stats import RolloutStats, evaluation_results
 from earl_core.run.checkpoints import (
     MARKER,
+    best_checkpoint,
     holding_checkpoint,
     stable_checkpoints,
     verify_checkpoint,
@@ -63,24 +64,27 @@ class PlayedPolicy:
 
 
 def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> PlayedPolicy:
-    """`last`, `initial` (before training) or the number of an iteration.
+    """`last`, `best` (of those evaluated), `initial` (before training) or the number of an
+    iteration.
 
     Every file of it is verified. Where the last one is damaged, the last whole one is taken. Raises
     `ConfigError` with the checkpoints there are, `CheckpointError` for a damaged one.
     """
     if which == "initial":
-        if not (Path(config.model.path) / "config.json").is_file():
-            raise ConfigError(f"the initial model {config.model.path} is not there (any more)")
-        adapter = config.model.adapter
-        path = Path((adapter and adapter.source) or config.model.path)
+        initial = config.initial_model
+        if not (Path(initial.path) / "config.json").is_file():
+            raise ConfigError(f"the initial model {initial.path} is not there (any more)")
+        path = Path((initial.adapter and initial.adapter.source) or initial.path)
         return PlayedPolicy(path, INITIAL_VERSION, "the initial model", newest_engine(run))
     found = stable_checkpoints(run)
     listed = ", ".join(map(str, found)) or "none yet"
-    if not (which == "last" or which.isdigit()):
+    if not (which in ("last", "best") or which.isdigit()):
         raise ConfigError(
-            f"a checkpoint is `last`, `initial` or the number of an iteration, not {which!r}; "
-            f"{run} has {listed}"
+            "a checkpoint is `last`, `best`, `initial` or the number of an iteration, not "
+            f"{which!r}; {run} has {listed}"
         )
+    if found and which == "best":
+        which = str(best_checkpoint(run, config.gates))
     if not found or (which != "last" and int(which) not in found):
         raise ConfigError(
             f"{run} has no whole checkpoint {'' if which == 'last' else f'{which} '}(it has "
@@ -119,10 +123,9 @@ class PolicyPlayer:
     def __init__(
         self, config: RunConfig, checkpoint: PlayedPolicy, listener: Progress = quiet
     ) -> None:
-        model = config.model
+        model = config.initial_model
         if not is_adapter(checkpoint.policy):
-            whole = {"path": str(checkpoint.policy.resolve()), "adapter": None}
-            model = model.model_copy(update=whole)
+            model = model.whole(checkpoint.policy.resolve())
         precision = resolved(
             config.model_copy(update={"model": model}), settings=("rollout.dtype",)
         )

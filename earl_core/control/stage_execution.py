@@ -25,7 +25,7 @@ from earl_core.control.failure_diagnosis import (
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
-from earl_core.deployment.stages import STAGES
+from earl_core.deployment.stages import STAGES, rows_of
 from earl_core.dispatch import Manifest
 from earl_core.run import stage_key
 from earl_core.selector.choice.changes import infeasible_text
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_of(rollout: Mapping[str, float]) -> Load:
-    """Compute the load that the iteration put on its stages, from the metrics of its rollout."""
+    """Compute the load that the iteration put on its stages, from the metrics of its rollout, or of
+    its demonstrations."""
     turns = rollout["turns/mean"]
     return Load(
         episodes=max(1, round(rollout["episodes"] + rollout.get("episodes_failed", 0.0))),
@@ -70,11 +71,12 @@ def reserved_bytes(controller: RunController, stage: str) -> float:
 def observe(controller: RunController, manifests: Mapping[str, Manifest]) -> None:
     """Add to the run's observations what the stages of an iteration took, by their manifests; each
     once, however often this is called."""
-    iteration = manifests["rollout"].iteration
+    rows = rows_of(manifests)
+    iteration = rows.iteration
     predictor = _predictor(controller, iteration)
     if predictor is None:
         return
-    load = load_of(manifests["rollout"].metrics)
+    load = load_of(rows.metrics)
     known = [seen for seen in controller.observed.through(iteration) if seen.kind == "measured"]
     for manifest in manifests.values():
         if "deployment" not in manifest.outputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +14,18 @@ import pyarrow as pa
 from transformers.utils import logging as transformers_logging
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, ShardEntry
-from earl_core.learner.data.samples import SCORED, RankReader, RowCost, Split, training_samples
+from earl_core.learner.data.samples import (
+    LABEL,
+    SCORED,
+    RankReader,
+    RowCost,
+    Split,
+    training_samples,
+)
 from earl_core.learner.low_rank import base_alone
 from earl_core.learner.memory import Parking, guarded, peak_bytes, reset_peak
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
@@ -38,7 +47,7 @@ class ModelWorker(RunWorker):
         super().__init__(*arguments, **named)
         self._mesh = create_mesh(self._deployment, self._peers.memories(self._hosts))
         self._ranks = Ranks(self._mesh)
-        self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._config))
+        self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._model()))
         with guarded(self.stage):
             self._learner = self._build_learner()
         self._parking = Parking()
@@ -50,9 +59,11 @@ class ModelWorker(RunWorker):
 
     def offload(self) -> dict[str, Any]:
         """Give the device's memory back between stages; without a GPU it does nothing."""
-        weights = [each.tensor for each in slices_of(self._learner.named_weights())]
-        states = [t for entry in self._learner.optimizer.state.values() for t in entry.values()]
-        return {"bytes": self._parking.give([*weights, *states])}
+        held = []
+        for learner in self._learners():
+            held += [each.tensor for each in slices_of(learner.named_weights())]
+            held += [t for entry in learner.optimizer.state.values() for t in entry.values()]
+        return {"bytes": self._parking.give(held)}
 
     def reload(self) -> dict[str, Any]:
         """Take it again, before anything else is called."""
@@ -79,26 +90,29 @@ class ModelWorker(RunWorker):
     def score_reference(
         self, manifests: list[dict[str, Any]], link_bytes: float = 0.0
     ) -> dict[str, Any]:
-        """Write `reference_logprobs`, those of the initial model, for this replica's rows of the
-        rollout's manifest. An adapter takes no part, so that a learner's base is that model.
+        """Write `reference_logprobs` for this replica's rows of the rollout's manifest. An adapter
+        takes no part: a learner's reference is the base.
 
         manifests: a reference to it. link_bytes: see `Layout`.
         """
         started = time.perf_counter()
         reset_peak()
         shards, tokens = [], 0
+        columns = SCORED if self._config.one_penalty else (*SCORED, LABEL)
         with (
             guarded("reference"),
             base_alone(self._learner.model),
-            self._open(manifests, SCORED, None, link_bytes) as batch,
+            self._open(manifests, columns, None, link_bytes) as batch,
         ):
+            score = partial(self._reference_logprobs, batch)
             if self._mesh.leader and len(batch):
-                entry = self._publish_scores(batch, REFERENCE_SCHEMA, "reference", self._report)
+                report = partial(score, self._report)
+                entry = self._publish_scores(batch, REFERENCE_SCHEMA, "reference", report)
                 shards, tokens = [entry.model_dump(mode="json")], sum(entry.row_lengths)
             else:
                 # The other ranks of a replica compute their parts of the same rows; a replica
                 # without rows takes part in what all do together.
-                self._learner.score(training_samples(batch))
+                score()
         fault_points.point("reference.written", self._context.iteration or 0)
         seconds = time.perf_counter() - started
         rate = tokens / max(seconds, 1e-9)
@@ -110,43 +124,80 @@ class ModelWorker(RunWorker):
         }
         return {"shards": shards, "metrics": metrics, "weight": tokens}
 
+    def _reference_logprobs(
+        self,
+        batch: Batch,
+        on_progress: Callable[[int, int], None] | None = None,
+        out: Sequence[np.ndarray] | None = None,
+    ) -> list[np.ndarray]:
+        """Score the samples of an environment by its own reference, and those of environments
+        without a penalty by none: their log-probs are 0. As `PolicyLearner.score`."""
+        config, samples = self._config, training_samples(batch)
+        if config.one_penalty:
+            return self._learner.score(samples, on_progress, out)
+        scores = list(out or [np.empty(len(each.tokens), np.float32) for each in samples])
+        for row in scores:
+            row[:] = 0.0
+        penalties = [config.penalty(label) for label in batch.strings(LABEL)]
+        for text, learner in zip(config.references, self._learners(), strict=True):
+            own = [
+                row
+                for row, each in enumerate(penalties)
+                if each.coefficient and each.reference == text
+            ]
+            learner.score([samples[r] for r in own], on_progress, [scores[r] for r in own])
+        return scores
+
     def _publish_scores(
         self,
         batch: Batch,
         schema: pa.Schema,
         stage: str,
-        on_progress: Callable[[int, int], None] | None = None,
+        score: Callable[[Sequence[np.ndarray]], object],
     ) -> ShardEntry:
-        """The model's log-probs of the batch's trained tokens as a completed shard of a stage.
+        """Log-probs of the batch's trained tokens as a completed shard of a stage.
 
-        schema: `sample_id` and one token column, which is scored in place, so that nothing is
-        copied. Raises `PoolFull` when the shard does not fit.
+        schema: `sample_id` and one token column. score: fills that column in place, so that nothing
+        is copied. Raises `PoolFull` when the shard does not fit.
         """
         (name,) = (name for name in schema.names if name != "sample_id")
-        samples, store = training_samples(batch), self._reader.reads.store
+        store = self._reader.reads.store
         with store.create(
             stage=stage,
             iteration=self._context.iteration or 0,
             rank=self._context.rank,
             schema=schema,
-            rows=len(samples),
-            lengths={name: np.array([len(sample.tokens) for sample in samples], dtype=np.int64)},
+            rows=len(batch),
+            lengths={name: np.array([len(row) for row in batch.list_rows("tokens")], np.int64)},
         ) as writer:
             writer.values("sample_id")[:] = batch.rows
-            self._learner.score(samples, on_progress, writer.rows(name))
+            score(writer.rows(name))
             return store.complete(writer.seal())
 
+    def _learners(self) -> list[PolicyLearner]:
+        """Every model that the group holds."""
+        return [self._learner]
+
+    def _model(self) -> ModelConfig:
+        """The first model that the group holds."""
+        return self._config.initial_model
+
     def _build_learner(self) -> PolicyLearner:
+        """The first learner."""
+        return self._learner_of(self._model())
+
+    def _learner_of(self, model: ModelConfig) -> PolicyLearner:
         """A learner as the deployment says, on this rank of the mesh."""
         transformers_logging.disable_progress_bar()
         config, deployment = self._config, self._deployment
         return PolicyLearner(
-            config.model,
+            model,
             update_settings(config, deployment),
             config.algorithm,
             temperature=config.rollout.temperature,
             iterations=config.iterations,
             seed=config.seed,
+            imitation=config.imitation,
             mesh=self._mesh,
             logits_chunk_tokens=deployment.logits_chunk_tokens or None,
             offload_optimizer=deployment.offload_optimizer,
@@ -169,9 +220,9 @@ def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateCon
     )
 
 
-def _row_cost(config: RunConfig) -> RowCost:
+def _row_cost(model: ModelConfig) -> RowCost:
     try:
-        return RowCost.of(read_model_shape(Path(config.model.path)))
+        return RowCost.of(read_model_shape(Path(model.path)))
     except ConfigError:
         # A model whose numbers have other names is balanced by tokens.
         return RowCost()

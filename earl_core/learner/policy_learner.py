@@ -14,15 +14,17 @@ from torch import nn
 
 from earl_core.algorithms.mismatch import UpdateRefused
 from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
-from earl_core.learner.data.packing import TrainingSample, plan_shared
-from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
+from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
+from earl_core.learner.data.samples import Minibatch, gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
-from earl_core.learner.kernels import choose_kernels
+from earl_core.learner.deterministic import choose_algorithms
+from earl_core.learner.imitation import aim_of
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
@@ -35,7 +37,7 @@ from earl_core.learner.state.checkpoint import (
     try_training_state,
     write_training_state,
 )
-from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
+from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.model_directory import load_tokenizer
 from earl_core.system.memory import keep_freed_memory
@@ -52,7 +54,7 @@ class PolicyLearner:
     """Trains one causal language model, alone or as one rank of a mesh.
 
     model: what to load. temperature: that of the rollout; logits are divided by it. iterations,
-    seed: of the run.
+    seed: of the run. imitation: its first iterations, if they imitate.
     mesh: the ranks that train together; all of them call each method alike, those of one replica
     with the same samples, and what they compute is what one process would compute from all
     samples. logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
@@ -71,11 +73,12 @@ class PolicyLearner:
         temperature: float = 1.0,
         iterations: int = 1,
         seed: int = 0,
+        imitation: ImitationConfig | None = None,
         mesh: UpdateMesh | None = None,
         logits_chunk_tokens: int | None = None,
         offload_optimizer: bool = False,
     ) -> None:
-        choose_kernels(deterministic=update.deterministic)
+        choose_algorithms(deterministic=update.deterministic)
         mesh = mesh or create_mesh()
         if mesh.device.type == "cpu":
             keep_freed_memory()
@@ -86,6 +89,7 @@ class PolicyLearner:
         self.iterations = iterations
         self.seed = seed
         self._algorithm = Algorithm(algorithm)
+        self._imitation = imitation
         self._compiled = compiling(update, mesh.device)
         parallel = load_policy(
             model,
@@ -113,6 +117,8 @@ class PolicyLearner:
         self._gradients = Gradients(parallel.trained.values(), self.mesh)
         self._feed = Feed(self.device, self.mesh)
         self._ranks = Ranks(self.mesh, "data_parallel")
+        # Ranks with other samples count on this one even where it has none.
+        self._others_wait = self.mesh.deployment.data_parallel > 1
 
     @property
     def model(self) -> PreTrainedModel:
@@ -166,14 +172,14 @@ class PolicyLearner:
         for logprobs_of_row in scored:
             logprobs_of_row[:] = 0.0
         done = 0
-        plan = self._plan(samples, range(len(samples)))
+        plan = self._plan(samples, range(len(samples)), self._algorithm)
         (count,) = self._levelled([plan])
         with self.parallel.passes():
             for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
                 packed = fed.packed
                 with memory.microbatch("score", -1, number, count, packed.tokens.size):
                     if packed.targets.size or self._others_wait:
-                        logprobs, _ = self._forward(fed, "none")
+                        logprobs, _ = self._forward(fed, "none", self.temperature)
                 if number > len(plan):
                     continue
                 if packed.targets.size:
@@ -209,97 +215,70 @@ class PolicyLearner:
         Raises ValueError when a column that the algorithm needs is missing, and
         UpdateRefused, on all ranks, before a step that would destroy the weights.
         """
-        config = self.config
-        self._algorithm.check_columns(samples, config.epochs * config.minibatches)
+        aim = aim_of(iteration, self.iterations, self.config, self._algorithm, self._imitation)
+        algorithm = aim.algorithm
+        algorithm.check_columns(samples, aim.epochs * aim.minibatches)
         memory.reset_peak()
-        rate = learning_rate(config, iteration, self.iterations)
-        self.optimizer.learning_rate = rate
+        self.optimizer.learning_rate = aim.learning_rate
         skipped = skipped or Skipped()
-        metrics = UpdateMetrics(rate)
-        table, own = self._table(samples, skipped)
+        metrics = UpdateMetrics(aim.learning_rate)
+        whole = algorithm.whole_episodes
+        table, own = gathered_table(self._ranks, samples, skipped.table, whole)
         steps = 0
-        for epoch in range(config.epochs):
+        for epoch in range(aim.epochs):
             minibatches = split_table(
-                table, own, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
+                table, own, aim.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
                 skipped=len(skipped.table),
             )  # fmt: skip
-            plans = [self._plan(samples, minibatch.rows) for minibatch in minibatches]
+            plans = [self._plan(samples, each.rows, algorithm) for each in minibatches]
             # Without a sample the gradient is that of a filler: there, and 0.
             counts = [max(1, count) for count in self._levelled(plans)]
             for minibatch, plan, count in zip(minibatches, plans, counts, strict=True):
                 self._step(
-                    samples, minibatch, plan, count,
-                    metrics=metrics, iteration=iteration, first_pass=epoch == 0,
+                    samples, minibatch, plan, count, algorithm,
+                    metrics=metrics, iteration=iteration,
+                    compared=epoch == 0 and not algorithm.supervised,
                     before_step=before_step, report=on_progress,
                 )  # fmt: skip
                 if on_step is not None:
                     on_step(steps)
                 steps += 1
-        return metrics.summary(self._ranks, memory.peak_bytes(), skipped, config.epochs)
+        return metrics.summary(self._ranks, memory.peak_bytes(), skipped, aim.epochs)
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Write a training state that `restore` takes; see `checkpoint.write_training_state`."""
-        write_training_state(
-            directory,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            optimizer=self.optimizer,
-            state=state,
-            mesh=self.mesh,
-            adapter=self.parallel.adapter,
-        )
+        parts: dict[str, Any] = {"optimizer": self.optimizer, "state": state, **self._stored}
+        write_training_state(directory, tokenizer=self.tokenizer, **parts)
 
     def try_saving(self, parent: Path) -> None:
         """Try to write a training state below `parent`, as `checkpoint.try_training_state` does."""
-        model, adapter = self.model, self.parallel.adapter
-        try_training_state(
-            parent, model=model, tokenizer=self.tokenizer, mesh=self.mesh, adapter=adapter
-        )
+        try_training_state(parent, tokenizer=self.tokenizer, **self._stored)
 
     def restore(self, directory: Path) -> dict[str, Any]:
         """Continue from a training state, bit for bit; returns the `state` given to `save`.
 
         Any mesh reads what any other wrote.
         """
-        return read_training_state(
-            directory,
-            model=self.model,
-            optimizer=self.optimizer,
-            mesh=self.mesh,
-            adapter=self.parallel.adapter,
-        )
+        return read_training_state(directory, optimizer=self.optimizer, **self._stored)
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        return {"model": self.model, "mesh": self.mesh, "adapter": self.parallel.adapter}
 
     @property
     def whole_episodes(self) -> bool:
         """True when the losses of an episode's samples depend on each other."""
         return self._algorithm.whole_episodes
 
-    @property
-    def _others_wait(self) -> bool:
-        """True when ranks with other samples count on this one even where it has none."""
-        return self.mesh.deployment.data_parallel > 1
-
-    def _table(
-        self, samples: Sequence[TrainingSample], skipped: Skipped
-    ) -> tuple[np.ndarray, range]:
-        """Gather the table that decides the minibatches, of all ranks' samples and then of the
-        skipped ones, and the range of this rank's rows."""
-        parts = self._ranks.gather_rows(sample_table(samples))
-        if self._algorithm.whole_episodes and (torn := episodes_on_several(parts)):
-            raise ValueError(
-                f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
-                "samples of an episode together: deal whole episodes or groups to the ranks."
-            )
-        first = sum(map(len, parts[: self._ranks.rank]))
-        return np.concatenate([*parts, skipped.table]), range(first, first + len(samples))
-
-    def _plan(self, samples: Sequence[TrainingSample], rows: Sequence[int]) -> list[list[int]]:
+    def _plan(
+        self, samples: Sequence[TrainingSample], rows: Sequence[int], algorithm: Algorithm
+    ) -> list[list[int]]:
         """Divide the rows into microbatches."""
         together = [samples[row].episode_id for row in rows]
         plan = plan_shared(
             [samples[row].tokens for row in rows],
             self.tokens_per_microbatch,
-            keep_together=together if self._algorithm.whole_episodes else None,
+            keep_together=together if algorithm.whole_episodes else None,
         )
         return [[rows[index] for index in part] for part in plan]
 
@@ -321,15 +300,15 @@ class PolicyLearner:
         """Yield the microbatches of the plan, and fillers until there are `count`."""
         missing = count - len(plan)
         if missing > 0:
-            samples = [*samples, _FILLER]
+            samples = [*samples, FILLER]
             plan = [*plan, *[[len(samples) - 1]] * missing]
         return self._feed.microbatches(samples, plan)
 
     def _forward(
-        self, fed: FedMicrobatch, entropy: EntropyMode
+        self, fed: FedMicrobatch, entropy: EntropyMode, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies of the whole microbatch's trained tokens, [T']."""
-        logprobs, entropies = self.parallel.module(fed.tensors, self.temperature, entropy)
+        logprobs, entropies = self.parallel.module(fed.tensors, temperature, entropy)
         if entropies is not None:
             entropies = gather_trained(entropies, fed.context)
         return gather_trained(logprobs, fed.context), entropies
@@ -340,10 +319,11 @@ class PolicyLearner:
         minibatch: Minibatch,
         plan: Sequence[Sequence[int]],
         count: int,
+        algorithm: Algorithm,
         *,
         metrics: UpdateMetrics,
         iteration: int,
-        first_pass: bool,
+        compared: bool,
         before_step: BeforeStep | None,
         report: Callable[[int, int], None] | None,
     ) -> None:
@@ -356,9 +336,9 @@ class PolicyLearner:
                 self.parallel.begin_microbatch(last=number == count)
                 with memory.microbatch("update", iteration, number, count, packed.tokens.size):
                     if own and packed.targets.size:
-                        self._accumulate(fed, minibatch, metrics, first_pass=first_pass)
+                        self._accumulate(fed, minibatch, algorithm, metrics, compared)
                     elif self._others_wait or not own:
-                        logprobs, _ = self._forward(fed, "none")
+                        logprobs, _ = self._forward(fed, "none", self.temperature)
                         torch.autograd.backward(logprobs.sum() * 0.0)
                 if own and report is not None:
                     done += len(packed.rows)
@@ -372,7 +352,7 @@ class PolicyLearner:
                 f"{norm}: its step was not applied. Lower update.learning_rate, or use "
                 "update.precision fp32."
             )
-        mismatch = metrics.compare(self._ranks) if first_pass else {}
+        mismatch = metrics.compare(self._ranks) if compared else {}
         if mismatch and before_step is not None:
             before_step(mismatch)
         self.optimizer.step()
@@ -381,18 +361,15 @@ class PolicyLearner:
         metrics.step(norm, time.perf_counter() - began, totals.n_tokens > totals.n_skipped)
 
     def _accumulate(
-        self, fed: FedMicrobatch, minibatch: Minibatch, metrics: UpdateMetrics, *, first_pass: bool
+        self,
+        fed: FedMicrobatch,
+        minibatch: Minibatch,
+        algorithm: Algorithm,
+        metrics: UpdateMetrics,
+        compared: bool,
     ) -> None:
-        logprobs, entropy = self._forward(fed, self._algorithm.entropy_mode)
-        evaluated = self._algorithm.evaluate(fed, logprobs, entropy, minibatch)
+        temperature = 1.0 if algorithm.supervised else self.temperature
+        logprobs, entropy = self._forward(fed, algorithm.entropy_mode, temperature)
+        evaluated = algorithm.evaluate(fed, logprobs, entropy, minibatch)
         torch.autograd.backward(evaluated.result.loss)
-        log_ratio = logprobs.detach() - evaluated.old_logprobs
-        metrics.microbatch(fed, evaluated, log_ratio, compared=first_pass)
-
-
-# What a rank computes, times nothing, where others have a microbatch more than it.
-_FILLER = TrainingSample(
-    tokens=np.zeros(2, dtype=np.int32),
-    loss_mask=np.array([0, 1], dtype=np.uint8),
-    rollout_logprobs=np.zeros(2, dtype=np.float32),
-)
+        metrics.microbatch(fed, evaluated, compared=compared)

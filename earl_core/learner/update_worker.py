@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import xxhash
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.data.samples import TRAINED, by_minibatch, training_samples
+from earl_core.learner.data.samples import LABEL, TRAINED, by_minibatch, training_samples
 from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
 from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
@@ -59,7 +60,7 @@ class LearnerWorker(ModelWorker):
 
     @cached_property
     def _config_digest(self) -> str:
-        model = self._config.model
+        model = self._config.initial_model
         return config_digest(Path(model.path), model.trust_remote_code)
 
     @guarded("update")
@@ -90,9 +91,9 @@ class LearnerWorker(ModelWorker):
         given.
 
         manifests: references to the rollout's, the reference's if there is one, and last the
-        advantage's. link_bytes: see `Layout`. Returns the new policy version, the weights' digest,
-        metrics, the shards this rank wrote, and how many steps were applied in this call (0 when an
-        earlier call had applied them).
+        advantage's; or to that of demonstrations alone. link_bytes: see `Layout`.
+        Returns the new policy version, the weights' digest, metrics, the shards this rank wrote,
+        and how many steps were applied in this call (0 when an earlier call had applied them).
         """
         iteration = self._context.iteration or 0
         trained, made = assigned(iteration)
@@ -201,17 +202,18 @@ class LearnerWorker(ModelWorker):
             if self._manifests(manifests)[-1].shards:
                 skipped = self._skipped(manifests, iteration, link_bytes)
                 split = by_minibatch(
-                    self._config.update.minibatches,
+                    self._config.minibatches(iteration),
                     seed=self._config.seed,
                     iteration=iteration,
                     skipped=skipped.table,
                 )
                 out = skipped.table[:, 0]
-                batch = self._open(manifests, TRAINED, split, link_bytes, without=out)
+                columns = TRAINED if self._config.one_penalty else (*TRAINED, LABEL)
+                batch = self._open(manifests, columns, split, link_bytes, without=out)
                 leases.enter_context(batch)
-                if self._config.needs_old_logprobs:
+                if self._config.needs_old_logprobs and not self._config.imitates(iteration):
                     shards, old = self._score(batch, iteration, leases)
-                samples = training_samples(batch, old, self._version)
+                samples = training_samples(batch, old, self._version, self._coefficient(iteration))
             watch = self._config.mismatch_watch
             metrics = self._learner.update(
                 samples,
@@ -237,12 +239,18 @@ class LearnerWorker(ModelWorker):
         }
         return steps
 
+    def _coefficient(self, iteration: int) -> Callable[[str], float] | None:
+        """The KL coefficient of an environment's episodes; None: all have the same, or none."""
+        if self._config.one_penalty or self._config.imitates(iteration):
+            return None
+        return lambda label: self._config.penalty(label).at(iteration)
+
     def _skipped(
         self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float
     ) -> Skipped:
         """Choose the samples that nobody reads further; each replica looks at the advantages of a
         part of all rows."""
-        if not self._config.skips_zero_advantage:
+        if not self._config.skips_zero_advantage or self._config.imitates(iteration):
             return Skipped()
         with self._open(manifests, ADVANTAGES, None, link_bytes) as batch:
             own = advantage_table(batch)
@@ -259,7 +267,8 @@ class LearnerWorker(ModelWorker):
         """
         if not (self._mesh.leader and len(batch)):
             return [], self._learner.score(training_samples(batch))
-        entry = self._publish_scores(batch, OLD_LOGPROBS_SCHEMA, self.stage)
+        score = partial(self._learner.score, training_samples(batch), None)
+        entry = self._publish_scores(batch, OLD_LOGPROBS_SCHEMA, self.stage, score)
         written = Manifest(
             run="",
             iteration=iteration,
@@ -283,7 +292,8 @@ class LearnerWorker(ModelWorker):
 
     def _save(self, path: Path, iteration: int, record: dict[str, Any]) -> None:
         self._point("update.save", iteration)
-        prompts = (iteration + 1) * self._config.rollout.prompts_per_iteration
+        config = self._config
+        prompts = config.played_before(iteration + 1) * config.rollout.prompts_per_iteration
         state = {**record, "policy_version": self._version, "prompts_trained": prompts}
         self._learner.save(path, state)
         self._restored = path

@@ -34,9 +34,10 @@ def check_adapter(model: ModelConfig) -> None:
 
 def pairs_bytes(model: ModelConfig, dtype: str) -> int:
     """Bytes of the adapter's pairs once they are published in this dtype, by the headers of the
-    model's files. Raises `ConfigError` as `check_adapter` does."""
+    model's files; 0 where it has none. Raises `ConfigError` as `check_adapter` does."""
     assert model.adapter is not None
-    matrices = _matrices(Path(model.path))
+    if not (matrices := _matrices(Path(model.path))):
+        return 0
     names, _ = chosen_matrices(model.adapter, matrices)
     numbers = sum(model.adapter.rank * sum(matrices[name]) for name in names)
     return (4 if dtype == "float32" else 2) * numbers

@@ -9,11 +9,10 @@ from earl_core.config import ConfigError
 from earl_core.config.model import ModelConfig
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.pretrained.adapter_directory import is_adapter
-from earl_core.run.checkpoints import best_evaluated
 from earl_core.run.export import check_target, export_policy
 from earl_core.run.model_card import model_card
-from earl_core.run.record import stored_config
-from flows.cli.found_runs import evaluated, evaluations_of, find_run, iterations_of
+from earl_core.run.record import lineage, read_record, stored_config
+from flows.cli.found_runs import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console
 
 
@@ -26,10 +25,9 @@ def export(run: str, runs_directory: str, to: str, checkpoint: str, output: Path
     path = find_run(run, runs_directory)
     config = stored_config(path)
     evaluations = evaluations_of(path)
-    which = best(path) if checkpoint == "best" else checkpoint
     target = output or path / "export" / checkpoint
     check_target(target)
-    found = find_checkpoint(path, config, which)
+    found = find_checkpoint(path, config, checkpoint)
     pairs = is_adapter(found.policy)
     if to == "adapter" and not pairs:
         raise ConfigError(f"{found.label} of {config.name} is a whole model: export it --to hf")
@@ -37,16 +35,17 @@ def export(run: str, runs_directory: str, to: str, checkpoint: str, output: Path
 
     def fill(target: Path) -> None:
         if merges:
-            _merge(found.policy, config.model, target)
+            _merge(found.policy, config.initial_model, target)
         else:
             shutil.copytree(found.policy, target, dirs_exist_ok=True)
 
     console = make_console()
     for text in found.damaged:
         console.print(text, style="yellow", highlight=False)
+    lines, ancestors = iterations_of(path), lineage(read_record(path))
     library = "peft" if to == "adapter" else "transformers"
     card = model_card(
-        config, found.version, found.label, iterations_of(path), evaluations, library=library
+        config, found.version, found.label, lines, evaluations, ancestors, library=library
     )
     files = export_policy(fill, found.marker, target, card)
     console.print(f"{target}: {found.label} of {config.name}", highlight=False)
@@ -66,18 +65,3 @@ def _merge(adapter: Path, model: ModelConfig, target: Path) -> None:
     if model.chat_template is not None:
         shutil.copyfile(model.chat_template, target / "chat_template.jinja")
     write_merged(adapter, base, target)
-
-
-def best(path: Path) -> str:
-    """The iteration with the best evaluated checkpoint that is still there, as a text.
-
-    Raises `ConfigError` where none was evaluated.
-    """
-    returns = {each.policy_version: each.metrics.get("return/mean") for each in evaluated(path)}
-    found = best_evaluated(path, returns)
-    if found is None:
-        raise ConfigError(
-            f"no checkpoint of {path} was evaluated: export the `last` one, or evaluate inside the "
-            "training with evaluation.every"
-        )
-    return str(found)

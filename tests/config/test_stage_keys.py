@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import load_config, parse_config
-from earl_core.config.run import RunConfig, stage_key
+from earl_core.config.run import RunConfig
+from earl_core.config.stage_keys import stage_key
 from earl_core.deployment.stages import STAGE_SETTINGS, taking_part, waves
 
 KNOWN = Path(__file__).with_name("stage_keys.json")
@@ -58,6 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
             ],
         }
     },
+    "imitation": {"imitation": {"data": "chats.jsonl", "iterations": 4}},
     "layouts": {
         "stages": {
             "placement": "separate",
@@ -81,7 +83,11 @@ def configs() -> dict[str, RunConfig]:
 def keys() -> dict[str, dict[str, str]]:
     inputs = ["0" * 32, "f" * 32]
     return {
-        name: {stage: stage_key(config, "uid", 3, stage, inputs) for stage in STAGE_SETTINGS}
+        name: {
+            stage: stage_key(config, "uid", 3, stage, inputs)
+            for stage in STAGE_SETTINGS
+            if stage != "demonstrate" or config.imitation
+        }
         for name, config in configs().items()
     }
 
@@ -91,11 +97,12 @@ def reads() -> dict[str, dict[str, list[str]]]:
 
     return {
         name: {
-            stage.name: list(stage.sources(config))
-            for wave in waves(taking_part(config))
+            stage.name: list(stage.sources(config, imitates))
+            for wave in waves(taking_part(config, imitates))
             for stage in wave
         }
         for name, config in configs().items()
+        for imitates in [config.imitates(3)]
     }
 
 
@@ -111,3 +118,29 @@ def test_a_run_that_was_begun_before_does_not_repeat_its_stages() -> None:
 
 if __name__ == "__main__":
     json.dump({"keys": keys(), "reads": reads()}, sys.stdout, indent=1)
+
+
+def test_an_adapter_is_part_of_what_is_played_and_trained(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    start.mkdir()
+    (start / "adapter_model.safetensors").write_bytes(b"one")
+
+    def keys(adapter: dict[str, Any] | None) -> dict[str, str]:
+        config = parse_config(BASE | {"model": {"path": "/nowhere/model", "adapter": adapter}})
+        names = ("rollout", "evaluation", "update", "reference", "reward")
+        return {name: stage_key(config, "uid", 0, name, []) for name in names}
+
+    assert keys(None) == {
+        name: stage_key(parse_config(BASE), "uid", 0, name, []) for name in keys(None)
+    }
+    found = [
+        keys(adapter) for adapter in (None, {}, {"rank": 8}, {"alpha": 8}, {"targets": ["q_proj"]})
+    ]
+    found.append(keys({"from": str(start)}))
+    (start / "adapter_model.safetensors").write_bytes(b"other")
+    found.append(keys({"from": str(start)}))
+    for stage in ("rollout", "evaluation", "update"):
+        assert len({each[stage] for each in found}) == len(found)
+    # The base is the same, and what is scored is among the inputs.
+    for stage in ("reference", "reward"):
+        assert len({each[stage] for each in found}) == 1

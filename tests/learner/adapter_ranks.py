@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from earl_core.learner.low_rank import base_alone
 from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.reshard import reshard
+from earl_core.learner.state.checkpoint import write_training_state
 from earl_core.tensors.slices import local_part, slices_of
 from earl_core.weights.publish import publish
 from tests.learner import mesh_ranks
@@ -108,7 +110,7 @@ def check_states(learner: PolicyLearner, scratch: Path, other: StageDeployment) 
         assert (scratch / "saved" / file).read_bytes() == (
             scratch.parent / "state" / file
         ).read_bytes(), file
-    samples = ADAPTERS["all_linear"].dealt_to(learner.mesh)
+    check_two_hosts(learner, scratch)
     reshard(learner, other, learner.config)
     assert published(learner, shared, 2) == digest
     learner.save(scratch / "saved", {"policy_version": 2})
@@ -118,6 +120,25 @@ def check_states(learner: PolicyLearner, scratch: Path, other: StageDeployment) 
         assert torch.equal(each, stored[name]), name
     samples = ADAPTERS["all_linear"].dealt_to(learner.mesh)
     assert learner.update(samples, iteration=2)["grad_norm"] > 1e-3
+
+
+def check_two_hosts(learner: PolicyLearner, scratch: Path) -> None:
+    """PEFT knows no index: one host writes all pairs, with what the other sends it."""
+    size = learner.mesh.deployment.ranks
+    hosts = ["a"] * (size // 2) + ["b"] * (size - size // 2)
+    write_training_state(
+        scratch / "hosts",
+        model=learner.model,
+        tokenizer=learner.tokenizer,
+        optimizer=learner.optimizer,
+        state={},
+        mesh=dataclasses.replace(learner.mesh, hosts=hosts),
+        adapter=learner.parallel.adapter,
+    )
+    written, one = scratch / "hosts" / "adapter", scratch.parent / "state" / "adapter"
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (written / file).read_bytes() == (one / file).read_bytes()
+    assert len(list(written.iterdir())) == 2
 
 
 def check_mixed(learner: PolicyLearner) -> None:

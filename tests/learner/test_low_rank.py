@@ -20,6 +20,7 @@ from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.adapter_directory import matrix_name
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.errors import CheckpointError
+from earl_core.weights.adapter import write_merged
 from tests.learner import adapter_ranks
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
 from tests.learner.launched import launch
@@ -126,6 +127,11 @@ def test_what_peft_trained_goes_on_as_a_whole_model_of_base_and_product_would(
         assert torch.allclose(
             plain_logprobs(theirs, sample, TEMPERATURE)[0].float(), ours, atol=1e-5
         )
+    shutil.copytree(base, tmp_path / "merged")
+    write_merged(tmp_path / "state" / "adapter", base, tmp_path / "merged")
+    merged = log_probs(make_learner(tmp_path / "merged"), samples)
+    for one, other in zip(merged, log_probs(learner, samples), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
     with base_alone(learner.model):
         alone = log_probs(learner, samples)
     for sample, ours in zip(samples, alone, strict=True):

@@ -1,6 +1,5 @@
 """Seconds and memory of every candidate under the load that the next iterations will bring:
-roofline, measurements and memory model together.
-"""
+roofline, measurements and memory model together."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_m
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import Memory, TrainingNeeds, gib, kv_bytes_per_token
 from earl_core.selector.model.roofline import Load, Roofline
+from earl_core.selector.model.scoring import Scoring
 from earl_core.selector.profile.profile_table import (
     Common,
     Correction,
@@ -96,6 +96,8 @@ class Predictor:
         self.roofline = roofline or Roofline(
             self.shape, device_of(self.hardware), self.hardware, self._value
         )
+        held = given.reference_models or (self.shape,)
+        self._scoring = Scoring(held, self.hardware, self._value, roofline)
         self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
         # Before anything was played the load is a guess from what engines are first built for.
@@ -109,10 +111,8 @@ class Predictor:
         self._commons: dict[str, Common] = {}
         self._correctors = {stage: given.calibration.corrector(stage) for stage in SELECTABLE}
         self._starving: dict[str, float] = {}
-        fraction = given.selector.memory_fraction
-        self._budgets = {
-            stage: self.memory.budget(fraction, self._reserved(stage)) for stage in SELECTABLE
-        }
+        budget = partial(self.memory.budget, given.selector.memory_fraction)
+        self._budgets = {stage: budget(self._reserved(stage)) for stage in SELECTABLE}
         self._peaks: dict[StageDeployment, float] = {}
         self._engines: dict[tuple[int, float, Load], Memory] = {}
         self.forbidden = frozenset(self._forbidden())
@@ -156,10 +156,10 @@ class Predictor:
 
     def own_part(self, candidate: StageDeployment) -> float:
         """Bytes on one device of what a rank holds of the parameters, whatever the load: of an
-        engine its weights; of the update float32 weights, gradients and two Adam moments."""
+        engine its weights; of the update weights, gradients and two Adam moments."""
         if candidate.stage == "rollout":
-            return self._value * self.shape.parameters / candidate.tensor_parallel
-        return self.memory.state(candidate).total
+            return self.memory.engine_weights(candidate.tensor_parallel, self._value)
+        return self.memory.state(candidate, self.given.update.mixed).total
 
     def formula_peak(self, candidate: StageDeployment, load: Load) -> float:
         """Bytes on one device by formula alone: what `Peak.predicted` of a measurement is."""
@@ -170,8 +170,10 @@ class Predictor:
             compiled=self.given.update.compiles(self.hardware.gpus > 0),
             answered=min(1.0, load.generated / load.context),
         )
-        model = self.memory.scoring if STAGES[candidate.stage].scores else self.memory.training
-        return model(self._filled(candidate, load), load.longest, needs).total
+        filled = self._filled(candidate, load)
+        if STAGES[candidate.stage].scores:
+            return self._scoring.peak(filled, load.longest, needs)
+        return self.memory.training(filled, load.longest, needs).total
 
     def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
         """Limit a microbatch to the tokens that a rank has of a minibatch: a budget that is never
@@ -250,12 +252,9 @@ class Predictor:
         """Return the bytes that others than the stage's tensors hold; until that was measured on a
         GPU, those of the libraries of all processes that take turns there."""
         given = self.given
-        turns = [
-            role
-            for role in PLACEMENTS[given.stages.placement].gives_way(stage)
-            if STAGES[role].takes_part(given)
-        ]
-        return given.reserved_bytes.get(stage, self.memory.outside * (1 + len(turns)))
+        others = PLACEMENTS[given.stages.placement].gives_way(stage)
+        turns = [role for role in (stage, *others) if given.chosen(role)]
+        return given.reserved_bytes.get(stage, self.memory.outside * len(turns))
 
     # Predictions
 
@@ -280,17 +279,19 @@ class Predictor:
         """The roofline's, of an update or of scoring alone."""
         update, only = self.given.update, STAGES[candidate.stage].scores
         steps = update.epochs * update.minibatches
-        epochs = 1 if only else update.epochs
-        value = 2 if update.mixed else 4
-        return self.roofline.training_seconds(candidate, load, epochs, steps, only, value)
+        epochs, value = 1 if only else update.epochs, 2 if update.mixed else 4
+        model = self._scoring if only else self
+        return model.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
-        """Return the reason why a host of GPUs cannot hold the state that its ranks leave there for
-        the engines' time, float32 weights and two Adam moments, beside two published versions;
-        empty when it can."""
+        """Return the reason why a host of GPUs cannot hold what its ranks leave there for the
+        engines' time, and engines of an adapter for its own, beside published versions; or ""."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
-        own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        needed = 12.0 * own * ranks + 2.0 * self._value * self.shape.parameters
+        needed = ranks * self.memory.resting(candidate, self.given.update.mixed)
+        needed += 2.0 * self._value * self.shape.trained_parameters
+        if self.shape.adapter is not None:
+            engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)
+            needed += engines * self._value * self.shape.parameters
         budget = self.given.selector.memory_fraction * self.hardware.memory_bytes
         if needed <= budget or not PLACEMENTS[self.given.stages.placement].gives_way("rollout"):
             return ""

@@ -72,7 +72,8 @@ class SelectionInput(Settings):
 
     attempt: how often the iteration's choice was made before, because a stage was infeasible.
     current: the plan that the running worker groups follow. forbidden: what ran out of memory in
-    this run. reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU
+    this run. reference_models: those that the reference stage holds; none: the model itself.
+    reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU
     hosts, where nothing is given back between stages, else of a GPU, where sleepers keep their
     libraries; what is not there was not measured. context_overflow: the most tokens that an engine
     of this run was built too small for.
@@ -110,6 +111,7 @@ class SelectionInput(Settings):
     needs_reference: bool = False
     hardware: Hardware
     model: ModelShape
+    reference_models: tuple[ModelShape, ...] = ()
     statistics: Statistics = Statistics()
     current: DeploymentPlan | None = None
     selector: SelectorConfig = SelectorConfig()
@@ -127,7 +129,28 @@ class SelectionInput(Settings):
         """Make the input of a run. seen: the other fields, as far as there is something to say."""
         sections = ("rollout", "experience", "update", "stages", "needs_reference", "selector")
         own = {name: getattr(config, name) for name in sections}
-        return cls(**{**own, "hardware": hardware, "model": model, **seen})
+        adapter = config.model.adapter
+        trained = model.with_adapter(adapter.shape) if adapter else model
+        return cls(**{**own, "hardware": hardware, "model": trained, **seen})
+
+    def chosen(self, stage: str) -> bool:
+        """Tell whether the stage takes part, in ranks of its own."""
+        return STAGES[stage].takes_part(self) and not self.in_ranks_of_update(stage)
+
+    def in_ranks_of_update(self, stage: str) -> bool:
+        """Tell whether the update's ranks do the stage: they score with the frozen model where they
+        train an adapter beside it."""
+        return STAGES[stage].done_by(self) != STAGES[stage].role
+
+    @property
+    def reference_joins(self) -> bool:
+        """True when the one reference is the base of an adapter, which the update's ranks hold."""
+        return self.model.adapter is not None and not self.reference_models
+
+    def shape_of(self, stage: str) -> ModelShape:
+        """The model that a stage computes with; the largest where it holds several."""
+        held = self.reference_models if STAGES[stage].scores else ()
+        return max(held, key=lambda each: each.parameters, default=self.model)
 
     def configured(self) -> tuple[StageDeployment, StageDeployment]:
         """Deployments of rollout and update that the configuration names for the iteration."""
@@ -184,9 +207,15 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
             # A frozen model has no optimizer whose state could be moved away.
             stages[stage.name] = update._replace(stage=stage.name, offload_optimizer=False)
             reasons[stage.name] = "as the update, which has the same forward pass"
+            if given.in_ranks_of_update(stage.name):
+                stages[stage.name] = update._replace(stage=stage.name)
+                reasons[stage.name] = _IN_RANKS_OF_UPDATE
     return DeploymentPlan(
         iteration=given.iteration, stages=stages, reasons=reasons, attempt=given.attempt
     )
+
+
+_IN_RANKS_OF_UPDATE = "in the update's ranks, without the adapter's pairs: no second model is held"
 
 
 def _configured(given: SelectionInput, stage: str) -> str:

@@ -1,4 +1,4 @@
-"""The choice between kernels that repeat their results bit for bit and faster ones."""
+"""Equal bits from equal samples: torch's choice of algorithms in this process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import torch
 
 
-def choose_kernels(*, deterministic: bool) -> None:
-    """Choose for this process, before it multiplies on a GPU: cuBLAS reads the variable then."""
+def choose_algorithms(*, deterministic: bool) -> None:
+    """Choose the algorithms of this process, before it multiplies on a GPU: cuBLAS reads the
+    variable then."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Nothing here reads memory before it is written.
