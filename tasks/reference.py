@@ -6,7 +6,7 @@ from typing import Any
 
 from earl_core.cluster.rpc import Rule, merge_results
 from earl_core.control.learner import call_together
-from earl_core.control.stage_execution import StageWatch, load_of
+from earl_core.control.stage_execution import StageWatch, training_load
 from earl_core.run.worker import READ_RULES
 from tasks.stage import StageInputs, stage_task
 
@@ -24,7 +24,7 @@ _RULES: dict[str, Rule] = {
 def reference(given: StageInputs) -> dict[str, Any]:
     """Score the rollout's samples with the initial model."""
     controller, deployment = given.controller, given.plan["reference"]
-    load = load_of(given.manifests["rollout"].metrics)
+    load = training_load(given.manifests["rollout"])
     watch = StageWatch(controller, deployment, given.iteration)
     with watch.fitting(load):
         with watch.timing_switch():
@@ -41,4 +41,5 @@ def reference(given: StageInputs) -> dict[str, Any]:
     result = merge_results(results, _RULES)
     metrics = result["metrics"]
     metrics["peak_bytes"] = controller.groups.peak_bytes("reference")
-    return {**result, "outputs": watch.measured(metrics)}
+    # Without a row nothing was measured.
+    return {**result, "outputs": watch.measured(metrics) if result["shards"] else {}}

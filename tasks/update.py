@@ -7,7 +7,7 @@ from typing import Any
 
 from earl_core.control.learner import call_learner, ensure_learner
 from earl_core.control.run_controller import RunController
-from earl_core.control.stage_execution import StageWatch, load_of
+from earl_core.control.stage_execution import StageWatch, training_load
 from earl_core.run.policy_versions import MADE
 from tasks.stage import StageInputs, stage_task
 
@@ -20,7 +20,7 @@ def update(given: StageInputs) -> dict[str, Any]:
     controller, iteration, deployment = given.controller, given.iteration, given.plan["update"]
     run, learner = controller.run, controller.learners[deployment.stage]
     checkpoint = learner.checkpoint(iteration) if due(controller, iteration) else None
-    load = load_of(given.manifests["rollout"].metrics)
+    load = training_load(given.manifests["rollout"])
     watch = StageWatch(controller, deployment, iteration)
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, run.versions.before(iteration))

@@ -42,7 +42,7 @@ from earl_core.config.services import (
 )
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.deployment.stages import STAGE_SETTINGS
+from earl_core.deployment.stages import STAGE_SETTINGS, stage_of
 from earl_core.system.files import canonical_json
 from earl_core.system.settings import Place, Settings
 
@@ -208,6 +208,13 @@ class RunConfig(Settings):
                 f"group, so rollout.group_size must be at least 2, not {rollout.group_size}; "
                 "`reinforce` and `reinforce_plus_plus` work with 1"
             )
+        if estimator is not None and rollout.filters_groups and not estimator.needs_groups:
+            raise ValueError(
+                f"rollout.alike_groups is `{rollout.alike_groups}`, but algorithm.advantage "
+                f"{algorithm.advantage['name']!r} does not compare the episodes of a group, so "
+                "groups that score alike teach it as much as others: leave alike_groups out, or "
+                "choose an estimator of groups, such as `grpo`"
+            )
         if loss is not None and loss.from_rollout and algorithm.importance_correction is not None:
             raise ValueError(
                 f"algorithm.policy_loss {algorithm.policy_loss['name']!r} corrects for the "
@@ -315,16 +322,20 @@ def stage_key(
 
 def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
-    names = STAGE_SETTINGS[stage]
+    names = STAGE_SETTINGS[stage_of(stage)]
     whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
     suites = whole.get("evaluation", {}).get("suites", ())
     for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
         for name in _SUPERVISION if played else ():
             del played[name]
-    update = whole.get("update", {})
+    # Keys of runs that were begun before a setting existed stay as they are.
+    update, rollout = whole.get("update", {}), whole.get("rollout", {})
     if update.get("zero_advantage") is None:
-        # Keys of runs that were begun before the setting existed stay as they are.
         update.pop("zero_advantage", None)
+    if not config.rollout.filters_groups:
+        rollout.pop("alike_groups", None)
+    if config.rollout.alike_groups != "replace":
+        rollout.pop("max_waves", None)
     return {name: look_up(whole, name) for name in names}
 
 

@@ -33,7 +33,8 @@ def need_of(config: RunConfig) -> Need:
     positions = read_model_shape(model).max_positions
     columns = int(config.needs_reference) + int(config.needs_old_logprobs)
     tokens = min(rollout.max_model_len or positions, positions)
-    samples = samples_bytes(rollout.episodes_per_iteration, tokens, columns)
+    episodes = rollout.episodes_per_iteration * rollout.most_waves
+    samples = samples_bytes(episodes, tokens, columns)
     return Need(published_bytes(model, rollout.dtype), samples * config.checkpoint.every)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from earl_core.experience.alike_groups import left_out_rows
 from earl_core.learner.data.samples import SCORED, training_samples
 from earl_core.learner.memory import guarded, peak_bytes, reset_peak
 from earl_core.learner.model_worker import ModelWorker
@@ -19,14 +20,16 @@ class ReferenceWorker(ModelWorker):
 
     @guarded("reference")
     def score(self, manifests: list[dict[str, Any]], link_bytes: float = 0.0) -> dict[str, Any]:
-        """Write `reference_logprobs` for this replica's rows of the rollout's manifest.
+        """Write `reference_logprobs` for this replica's rows of the rollout's manifest that are
+        trained on.
 
         manifests: a reference to it. link_bytes: see `Layout`.
         """
         started = time.perf_counter()
         reset_peak()
         shards, tokens = [], 0
-        with self._open(manifests, SCORED, None, link_bytes) as batch:
+        out = self._ranks.do(lambda: left_out_rows(self._manifests(manifests)[0]))
+        with self._open(manifests, SCORED, None, link_bytes, without=out) as batch:
             if self._mesh.leader and len(batch):
                 entry = self._publish_scores(batch, REFERENCE_SCHEMA, self._report)
                 shards, tokens = [entry.model_dump(mode="json")], sum(entry.row_lengths)

@@ -9,7 +9,7 @@ from typing import Any
 
 from earl_core.config import load_config, parse_config
 from earl_core.config.run import RunConfig, stage_key
-from earl_core.deployment.stages import STAGE_SETTINGS, taking_part, waves
+from earl_core.deployment.stages import STAGE_SETTINGS, rounds, taking_part
 
 KNOWN = Path(__file__).with_name("stage_keys.json")
 KNOWN_READS = Path(__file__).with_name("stage_reads.json")
@@ -92,8 +92,8 @@ def reads() -> dict[str, dict[str, list[str]]]:
     return {
         name: {
             stage.name: list(stage.sources(config))
-            for wave in waves(taking_part(config))
-            for stage in wave
+            for stages in rounds(taking_part(config))
+            for stage in stages
         }
         for name, config in configs().items()
     }
