@@ -234,8 +234,8 @@ class StageWatch:
         numbers: dict[str, Any] = {"longest": infeasible.tokens}
         predictor = _predictor(self._controller, self._iteration)
         if predictor is not None and infeasible.kind != "context_overflow":
-            load = load or predictor.now
             candidate = predictor.candidate_of(self._deployment)
+            load = predictor.computed(candidate, load or predictor.now)
             gpus = self._controller.hardware.gpus
             peak = 0.0 if gpus else self._controller.groups.peak_bytes(self._stage)
             if self._stage != "rollout":
