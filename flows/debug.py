@@ -148,10 +148,10 @@ class Debugged:
 
     def _take_waves(self) -> None:
         """Have the waves of prompts that were played be scored again, and not played."""
-        wave = 1
-        while (sealed := self._sealed(in_wave("rollout", wave))) is not None:
-            self._graph.manifests[sealed.stage] = sealed
-            wave += 1
+        waves = int(self._graph.manifests["rollout"].metrics.get("waves", 0))
+        for name in (in_wave("rollout", wave) for wave in range(1, waves + 1)):
+            if (sealed := self._sealed(name)) is not None:
+                self._graph.manifests[name] = sealed
 
     def _sealed(self, stage: str) -> Manifest | None:
         run = self._controller.run
