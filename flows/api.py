@@ -208,8 +208,8 @@ class Run:
     ) -> dict[str, Any]:
         """Play held-out games and all suites; `outcomes` with 95 % intervals, `suites`, `metrics`.
 
-        checkpoint: `last`, `initial` or an iteration. episodes, temperature: None as in the run's
-        own evaluations. Raises `ConfigError` where there is no such checkpoint.
+        checkpoint: `last`, `best`, `initial` or an iteration. episodes, temperature: None as in the
+        run's own evaluations. Raises `ConfigError` where there is no such checkpoint.
         """
         from earl_core.control.policy_player import find_checkpoint
 

@@ -133,7 +133,8 @@ class Debugged:
         """Have the stage's manifest, the one that was sealed where that may and can be."""
         if stage in self._graph.manifests:
             return
-        sources = STAGES[stage].sources(self._controller.config)
+        config = self._controller.config
+        sources = STAGES[stage].sources(config, config.imitates(self._iteration))
         before = [each for each in sources if each != WEIGHTS]
         known = self._sealed(stage) if reuse else None
         if known is not None and all(self._sealed(each) for each in before):

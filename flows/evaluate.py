@@ -72,7 +72,8 @@ async def evaluate(
 
     Args:
         run: The directory of a run, as the host of the worker sees it.
-        checkpoint: The iteration whose checkpoint plays; initial is the model before training.
+        checkpoint: The iteration whose checkpoint plays; best is the one that was evaluated best,
+            initial the model before training.
         episodes: Number of held-out episodes; by default that of the run's own evaluations.
         temperature: Sampling temperature; 0 takes the likeliest token. By default that of the
             run's own evaluations.

@@ -38,8 +38,8 @@ Config = Annotated[
 ]
 RunPath = Annotated[str, titled("Run")]
 Checkpoint = Annotated[
-    Annotated[Literal["last", "initial"], Field(title="Last or initial")]
-    | Annotated[str, titled("An iteration", pattern="^([0-9]+|last|initial)$")],
+    Annotated[Literal["last", "best", "initial"], Field(title="Last, best or initial")]
+    | Annotated[str, titled("An iteration", pattern="^([0-9]+|last|best|initial)$")],
     titled("Checkpoint"),
 ]
 

@@ -18,6 +18,7 @@ from earl_core.control.stage_execution import judge, observe
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import (
     EVALUATION,
+    ROWS,
     STAGES,
     WEIGHTS,
     Stage,
@@ -27,6 +28,7 @@ from earl_core.deployment.stages import (
 )
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.predict import NoFeasiblePlan
+from flows.overlap import Overlap
 from tasks.publish import input_weights
 from tasks.select import select_inputs
 from tasks.stage import StageRef, resolve
@@ -53,7 +55,8 @@ class StageRunner(Protocol):
 
 class StageGraph:
     """The stages of one iteration of a run, and what they sealed; of waves of prompts, too.
-    beside_publish: done meanwhile, for neither needs the other."""
+    beside_publish: done meanwhile, for neither needs the other. overlap: what they wait for of
+    iterations that run beside."""
 
     def __init__(
         self,
@@ -61,11 +64,13 @@ class StageGraph:
         iteration: int,
         runner: StageRunner,
         beside_publish: Work | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self.controller, self.iteration = controller, iteration
+        self._imitates = controller.config.imitates(iteration)
         self.manifests: dict[str, Manifest] = {}
         self._in_waves = controller.config.rollout.filters_groups
-        self._runner, self._beside_publish = runner, beside_publish
+        self._runner, self._beside_publish, self._overlap = runner, beside_publish, overlap
 
     async def whole(self) -> dict[str, Manifest]:
         """Run every stage that is not finished; their sealed manifests."""
@@ -78,7 +83,7 @@ class StageGraph:
         return self.manifests[EVALUATION.name]
 
     async def _rounds(self) -> None:
-        for stages in rounds(taking_part(self.controller.config)):
+        for stages in rounds(taking_part(self.controller.config, self._imitates)):
             works: list[Work] = [partial(self.run, stage) for stage in stages]
             if self._beside_publish is not None and STAGES["publish"] in stages:
                 works.append(self._beside_publish)
@@ -104,7 +109,7 @@ class StageGraph:
                 return
             except StageInfeasible as error:
                 infeasible = error
-                if "rollout" in self.manifests:
+                if any(name in self.manifests for name in ROWS):
                     # What is done already tells the next choice more.
                     await self._runner.aside(observe, self.controller, self.manifests)
             except RanksLost:
@@ -112,6 +117,7 @@ class StageGraph:
 
     async def choose(self, infeasible: StageInfeasible | None = None) -> None:
         """Seal a plan; another one than that under which a stage was infeasible."""
+        await self._ready(STAGES["select"])
         inputs = select_inputs(self.controller, self.iteration)
         try:
             await self._perform("select", inputs, [])
@@ -133,10 +139,11 @@ class StageGraph:
         if self._in_waves and stage.name in ("rollout", "reward"):
             await self._run_in_waves(stage)
             return
-        sources = stage.sources(self.controller.config)
+        await self._ready(stage)
+        sources = stage.sources(self.controller.config, self._imitates)
         read = {name: self.manifests[name] for name in sources if name != WEIGHTS}
         digests = [
-            (read[name] if name in read else await self._weights()).data_digest()
+            (read[name] if name in read else await self._weights(stage)).data_digest()
             for name in sources
         ]
         await self._perform(stage.name, digests, list(read.values()))
@@ -158,13 +165,21 @@ class StageGraph:
     async def _run_wave(self, stage: str, wave: int, earlier: Sequence[Manifest]) -> Manifest:
         name = in_wave(stage, wave)
         if name not in self.manifests:
-            weights = [] if stage == "reward" else [(await self._weights()).data_digest()]
+            weights = []
+            if stage == "rollout":
+                if wave == 1:
+                    await self._ready(STAGES[stage])
+                weights.append((await self._weights(STAGES[stage])).data_digest())
             await self._perform(stage, [*weights, *_digests(earlier)], earlier, wave)
         return self.manifests[name]
 
-    async def _weights(self) -> Manifest:
-        learner = self.plan["update"]
-        return await self._runner.aside(input_weights, self.controller, learner, self.iteration)
+    async def _ready(self, stage: Stage) -> None:
+        if self._overlap is not None:
+            await self._overlap.before(self.iteration, stage)
+
+    async def _weights(self, stage: Stage) -> Manifest:
+        given = self.controller, self.plan["update"], self.iteration, stage.name
+        return await self._runner.aside(input_weights, *given)
 
     async def _perform(
         self, stage: str, digests: Sequence[str], read: Sequence[Manifest], wave: int = 0
@@ -174,6 +189,8 @@ class StageGraph:
         plan = [] if stage == "select" else [self.manifests["select"]]
         sealed = await self._runner.perform(stage, wave, verdict, [*plan, *read])
         self.manifests[name] = resolve(self.controller, sealed)
+        if self._overlap is not None and not wave:
+            await self._overlap.passed(self.iteration, STAGES.get(stage, EVALUATION))
 
 
 def _digests(manifests: Sequence[Manifest]) -> list[str]:

@@ -14,6 +14,8 @@ from prefect import task
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.algorithm import INITIAL
+from earl_core.control.ancestor import beginning
 from earl_core.control.device_figures import with_cores, with_figures
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import read_hardware
@@ -77,8 +79,10 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     for name in ("network_bandwidth", "fetch_bandwidth"):
         # Measured again by each run: what matters is its order.
         sizes[name] = round(math.log(max(1.0, sizes[name]), 4))
+    others = [text for text in config.references if text != INITIAL]
+    teachers = {"references": others} if others else {}
     return fingerprint(
-        {"format": FORMAT, "model": model.model_dump()},
+        {"format": FORMAT, "model": model.model_dump(), **teachers},
         {
             "engine": rollout.engine,
             "dtype": rollout.dtype,
@@ -113,7 +117,7 @@ class Profiler:
     def __init__(self, config: RunConfig, minutes: float) -> None:
         precision = resolved(config)
         precision.tell(logger.info)
-        self.config = config = precision.config
+        self.config = config = beginning(precision.config)
         self.budget = 60 * minutes
         hardware = with_figures(read_hardware(), directory=config.selector.profile_directory)
         self.hardware = with_cores(hardware)
@@ -131,7 +135,7 @@ class Profiler:
         """
         config = self.config
         self._prepare_model()
-        model = read_model_shape(Path(config.model.path))
+        model = read_model_shape(Path(config.initial_model.path))
         try:
             self.directory, self.mark, self.table = profile_of(config, self.hardware, model)
         except ProfileError as error:
@@ -150,7 +154,7 @@ class Profiler:
             raise ConfigError(str(error)) from error
 
     def _prepare_model(self) -> None:
-        file = Path(self.config.model.path) / "config.json"
+        file = Path(self.config.initial_model.path) / "config.json"
         if not file.is_file() and self.config.model.maker is not None:
             self._workers = ProfileWorkers(self.config, self.hardware, 0)
             try:

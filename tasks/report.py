@@ -18,6 +18,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
+from earl_core.run.saved_versions import prune_versions, save_versions
 from earl_core.secrets import redact
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
@@ -46,7 +47,8 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
     metrics["dispatch/shared_memory_bytes"] = float(controller.run.stores.used_bytes())
     iteration = manifests["select"].iteration
     metrics["recovery/stages_repeated"] = float(controller.losses[iteration])
-    metrics["recovery/without_step"] = float(not manifests["advantage"].shards)
+    compared = manifests.get("advantage")
+    metrics["recovery/without_step"] = float(compared is not None and not compared.shards)
     metrics["recovery/groups_rebuilt"] = float(controller.groups.rebuilt[iteration])
     if controller.run.spill is not None:
         # How much a crash of the machine would cost right now.
@@ -71,9 +73,10 @@ def _choice_metrics(controller: RunController, manifests: dict[str, Manifest]) -
     lines = [line for line in controller.run.metrics() if line["iteration"] < plan.iteration]
     name = "rollout/context/mean"
     contexts = [float(line[name]) for line in lines if name in line]
+    played = manifests["rollout"].metrics if "rollout" in manifests else {}
     return {
         **selector_metrics(plan, before, manifests, seen, controller.hardware.gpus),
-        **load_metrics(manifests["rollout"].metrics, contexts),
+        **load_metrics(played, contexts),
     }
 
 
@@ -95,9 +98,11 @@ def finish_iteration(
     run.append_metrics(iteration, metrics)
     fault_points.point("stable.before", iteration)
     if is_updated(run, iteration):
+        save_versions(run, iteration)
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)
         run.prune_checkpoints()
+        prune_versions(run, run.stable_iterations())
     controller.finish_iteration(iteration)
     controller.tracker.changed()
     controller.listener("iteration", iteration, {"finished": True, "metrics": metrics})

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from prefect import Task
 
 from tasks.advantage import advantage
+from tasks.demonstrate import demonstrate
 from tasks.evaluate import evaluation
 from tasks.publish import publish
 from tasks.reference import reference
@@ -18,7 +19,10 @@ from tasks.update import update
 
 TASKS: Mapping[str, Task[..., StageRef]] = {
     task.name: task
-    for task in (select, rollout, reference, reward, advantage, update, publish, evaluation)
+    for task in (
+        *(select, rollout, demonstrate, reference, reward, advantage, update, publish),
+        evaluation,
+    )
 }
 """Tasks by the stage's name. Each takes the run, the iteration, then references to the plan and to
 what the stage reads; `select` the first two alone."""

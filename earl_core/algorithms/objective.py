@@ -39,7 +39,7 @@ class Objective:
         policy_loss: Per-token policy loss.
         aggregation: Weights of the tokens.
         kl: Estimator of the KL in the loss; None if there is none or it is in the reward.
-        kl_coefficient: Loss per nat of KL; positive if ``kl`` is given.
+        kl_coefficient: Loss per nat of KL, where a microbatch has no other.
         entropy_coefficient: What a nat of entropy takes off a token's loss. With 0 the entropy need
             not carry a gradient.
     """
@@ -51,10 +51,10 @@ class Objective:
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        if (self.kl is not None) != (self.kl_coefficient > 0.0):
+        if self.kl is None and self.kl_coefficient > 0.0:
             raise ValueError(
-                "A KL term in the loss needs both an estimator and a positive coefficient; "
-                f"got estimator {self.kl!r} and coefficient {self.kl_coefficient}."
+                "A KL term in the loss needs an estimator, and has the coefficient "
+                f"{self.kl_coefficient} without one."
             )
 
     def microbatch(
@@ -64,6 +64,7 @@ class Objective:
         totals: Totals,
         *,
         reference_logprobs: Tensor | None = None,
+        kl_coefficient: float | Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> MicrobatchLoss:
         """Loss and metrics of one microbatch of T trained tokens.
@@ -74,6 +75,7 @@ class Objective:
                 [n_episodes].
             totals: Sizes of the whole minibatch.
             reference_logprobs: float [T]; required if there is a KL term.
+            kl_coefficient: In place of the objective's own, of all tokens or float [T].
             entropy: Entropy of each token's distribution in nats, float [T]; required if the
                 bonus is active, else only reported.
 
@@ -89,8 +91,12 @@ class Objective:
                 raise ValueError("The KL term needs `reference_logprobs`; run the reference stage.")
             both = inputs.logprobs.float(), reference_logprobs.float()
             kl = self.kl.loss(*both)
-            total = total + self.kl_coefficient * kl
-            metrics["loss/kl"] = self.kl_coefficient * (weights * kl.detach()).sum()
+            coefficient = self.kl_coefficient if kl_coefficient is None else kl_coefficient
+            total = total + coefficient * kl
+            if not isinstance(coefficient, float):
+                # Nobody need have scored what costs nothing.
+                kl = kl * (coefficient > 0)
+            metrics["loss/kl"] = (coefficient * (weights * kl.detach())).sum()
             diagnostics["reference_kl"] = kl.detach()
             bounded = self.kl.bounded(both[0].detach(), both[1])
             if bounded is not None:

@@ -4,46 +4,88 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from earl_core.system.settings import Options, Settings
+from earl_core.system.settings import Options, Place, Settings
 
 
 def _estimator(given: dict[str, Any]) -> str:
     return "k1" if given.get("placement") == "reward" else "k3"
 
 
-class KLConfig(Settings):
-    """Kullback-Leibler penalty to the frozen initial policy."""
+INITIAL = "initial"
+"""The reference that is the run's own initial policy."""
+
+
+class PenaltyConfig(Settings):
+    """A frozen reference, and what a nat of divergence from it costs."""
+
+    reference: Place = Field(
+        default=INITIAL,
+        description="The frozen model: `initial`, a model directory, or a run's checkpoint as in "
+        "`model.from` (`RUN`, `RUN@12`, `RUN@best`). Another model must have the policy's "
+        "vocabulary; its size and architecture are its own.",
+    )
+    coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description="Coefficient of the penalty, for each nat and token: in the loss, or in "
+        "reward units. 0: none.",
+    )
+    until: int | None = Field(
+        default=None,
+        ge=1,
+        description="Iteration at which the coefficient has fallen to 0: that of iteration k is "
+        "coefficient x max(0, 1 - k / until). None: it stays.",
+    )
+
+    def at(self, iteration: int) -> float:
+        """The coefficient of an iteration, from 0."""
+        left = 1.0 if self.until is None else max(0.0, 1.0 - iteration / self.until)
+        return self.coefficient * left
+
+
+class KLConfig(PenaltyConfig):
+    """Kullback-Leibler penalty to a frozen reference: the initial policy, or a teacher."""
 
     placement: Literal["none", "loss", "reward"] = Field(
         default="none",
-        description="Place of the penalty. none: no penalty, and no reference model. loss: "
-        "a term of the loss. reward: subtracted from the rewards of the tokens before advantages "
-        "are computed.",
+        description="Place of the penalty. none: no penalty, and no reference model; the "
+        "coefficients must be 0. loss: a term of the loss. reward: subtracted from the rewards of "
+        "the tokens before advantages are computed.",
     )
     estimator: str = Field(
         default_factory=_estimator,
         description="KL estimator: k1, k2, k3, or an import path. By default k3 in the loss and "
         "k1 in the reward, where the gradient is the divergence's for k1 alone.",
     )
-    coefficient: float = Field(
-        default=0.0,
-        ge=0,
-        description="Coefficient of the penalty, for each nat and token: in the loss, or in "
-        "reward units. It must be 0 with the placement none, and above 0 with the others.",
-    )
 
 
 class ImportanceConfig(Settings):
-    """Truncated importance correction between the engine's and the trainer's log-probs."""
+    """Importance correction between the engine's and the trainer's log-probs, bounded."""
 
     cap: float = Field(default=2.0, gt=0, description="Upper bound of the ratio trainer / engine.")
-    level: Literal["token", "sequence"] = Field(
+    low: float = Field(
+        default=0.0, ge=0, description="Lower bound of the ratio, below the upper one."
+    )
+    outside: Literal["cut", "mask"] = Field(
+        default="cut",
+        description="Weight of a ratio outside of the bounds. cut: the nearer bound. mask: 0.",
+    )
+    level: Literal["token", "geometric", "sequence"] = Field(
         default="token",
         description="token: each token is weighted by its own ratio. sequence: all tokens of an "
-        "episode are weighted by the product of its ratios.",
+        "episode are weighted by the product of its ratios. geometric: by their geometric mean.",
     )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ImportanceConfig:
+        if self.low >= self.cap:
+            raise ValueError(
+                f"algorithm.importance_correction.low ({self.low:g}) must be below its cap "
+                f"({self.cap:g})"
+            )
+        return self
 
 
 class AlgorithmConfig(Settings):

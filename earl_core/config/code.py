@@ -32,7 +32,7 @@ def named_code(config: RunConfig) -> dict[str, str]:
         found["reward.python"] = config.reward.python
     found |= _paths("algorithm", config.algorithm.model_dump(mode="json"))
     if config.model.trust_remote_code:
-        found["model.trust_remote_code"] = config.model.path
+        found["model.trust_remote_code"] = config.model.shown
     return found | _paths("model", {"builder": config.model.builder})
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from earl_core.config.algorithm import PenaltyConfig
 from earl_core.system.settings import Options, Settings
 
 _AGENT_SECONDS = 600.0
@@ -178,6 +179,17 @@ class MixedEnvironment(EnvironmentConfig):
         description="Share of the prompts, relative to the weights of the other environments.",
     )
 
+    reward_weight: float | None = Field(
+        default=None,
+        description="Weight of its own reward in the episode's; None: reward.environment_weight. "
+        "With 0 and no reward functions it is an anchor, which its `kl` alone learns from.",
+    )
+    kl: PenaltyConfig | None = Field(
+        default=None,
+        description="KL penalty of its episodes in place of algorithm.kl's; placement and "
+        "estimator are those of algorithm.kl.",
+    )
+
     @property
     def title(self) -> str:
         """Its label, or what stands for it."""
@@ -237,6 +249,12 @@ class SuiteConfig(EnvironmentConfig):
         ge=1,
         description="Played in every n-th evaluation of the run; 1: in all of them.",
     )
+    gate: bool = Field(
+        default=False,
+        description="Whether a checkpoint is not the best one, for the run and in MLflow, where "
+        "fewer prompts pass at the first attempt than the 95 % interval of policy version 0 "
+        "allows.",
+    )
     scored_by: tuple[str, ...] = Field(
         default=(),
         description="Labels of the reward.functions that score the suite, with their weights and "
@@ -249,5 +267,10 @@ class SuiteConfig(EnvironmentConfig):
             raise ValueError(
                 f"the suite {self.label} has {self.attempts} attempts at temperature 0, which are "
                 "all the same: give a temperature, or one attempt"
+            )
+        if self.gate and self.every > 1:
+            raise ValueError(
+                f"the suite {self.label} is a gate and is left out of evaluations: leave `every` "
+                "out, or `gate`"
             )
         return self

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from earl_core.system.settings import Options, Place, Settings
 
@@ -16,10 +17,22 @@ _HUB = "earl_core.models.hub:build"
 class ModelConfig(Settings):
     """The initial policy: any causal language model that transformers loads."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     path: Place = Field(
+        default="",
         description="A Hugging Face model directory (weights, config and tokenizer), relative to "
         "the working directory. Where there is none and no builder, `org/name` names a model of "
-        "the hub, downloaded once; ./org/name is always a directory."
+        "the hub, downloaded once; ./org/name is always a directory. Needed unless `from` is "
+        "given.",
+    )
+    ancestor: Place | None = Field(
+        default=None,
+        alias="from",
+        description="Weights to begin with in place of those of `path`: a run (its directory, or "
+        "its name in runs_directory), a model directory, or `org/name` of the hub. `RUN@12` is the "
+        "run's checkpoint of iteration 12, `RUN@best` the one evaluated best, `RUN` the last. The "
+        "run directory gets a copy.",
     )
     builder: str | None = Field(
         default=None,
@@ -43,6 +56,30 @@ class ModelConfig(Settings):
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model directory."
     )
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> ModelConfig:
+        if not self.path and self.ancestor is None:
+            raise ValueError(
+                "path is missing: name a model directory, or a run to begin from as model.from"
+            )
+        return self
+
+    def at(self, path: str | Path) -> ModelConfig:
+        """These settings of a model that lies in another directory."""
+        unmade = {"builder": None, "builder_options": dict[str, object]()}
+        return self.model_copy(update={"path": str(path), "ancestor": None, **unmade})
+
+    @property
+    def made(self) -> ModelConfig:
+        """The model that has to be made or downloaded where it is missing: a model of the hub to
+        begin from is downloaded as if `path` named it."""
+        return self if self.ancestor is None else self.at(self.ancestor)
+
+    @property
+    def shown(self) -> str:
+        """The model's name for people."""
+        return self.path if self.ancestor is None else self.ancestor
 
     @property
     def from_hub(self) -> bool:

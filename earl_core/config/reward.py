@@ -112,10 +112,23 @@ class RewardConfig(Settings):
                     f"has {listed}: correct it, or add the function"
                 )
 
-    def check_environments(self, labels: Iterable[str]) -> None:
+    def unrewarded(self, weights: Mapping[str, float]) -> list[str]:
+        """Return the environments whose episodes get no reward. weights: of their own rewards, by
+        label."""
+        return [
+            label
+            for label, weight in weights.items()
+            if not weight and not any(each.weight and each.scores(label) for each in self.functions)
+        ]
+
+    def check_environments(self, learnt_from: Mapping[str, bool]) -> None:
         """Raise `ValueError` for functions of environments that a run has not, and where nothing
-        would be rewarded. labels: those of the run, "" for the only one."""
-        known = set(labels)
+        would be learnt.
+
+        learnt_from: of each environment, by its label ("" for the only one), whether its own
+        rewards count, or a reference teaches.
+        """
+        known = set(learnt_from)
         for each in self.functions:
             if unknown := sorted(set(each.environments) - known):
                 listed = ", ".join(sorted(known - {""})) or "one environment, which has no label"
@@ -123,10 +136,11 @@ class RewardConfig(Settings):
                     f"reward.functions: {each.title!r} is for the environment {unknown[0]!r}, but "
                     f"the run has {listed}: correct it, or leave `environments` out"
                 )
-        for label in known if self.environment_weight == 0 else ():
+        for label in (label for label, learnt in learnt_from.items() if not learnt):
             if not any(each.weight and each.scores(label) for each in self.functions):
                 where = f" in the environment {label!r}" if label else ""
                 raise ValueError(
                     f"reward.environment_weight is 0 and no function has a weight{where}, so every "
-                    "reward would be 0: add a function to reward.functions, or raise the weight"
+                    "reward would be 0: add a function to reward.functions, raise the weight, or "
+                    "learn from a reference alone (algorithm.kl)"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -185,6 +186,32 @@ class RolloutConfig(Settings):
                 "score alike: raise rollout.group_size, or leave alike_groups out"
             )
         return self
+
+    def check_groups(self, estimator: str, compares: bool, anchors: Sequence[str]) -> None:
+        """Raise `ValueError` where groups are compared that are too small, or groups that score
+        alike cannot leave. compares: whether the estimator compares the episodes of a group.
+        anchors: environments without rewards."""
+        if compares and self.group_size < 2:
+            raise ValueError(
+                f"algorithm.advantage {estimator!r} compares the episodes of a group, so "
+                f"rollout.group_size must be at least 2, not {self.group_size}; `reinforce` and "
+                "`reinforce_plus_plus` work with 1"
+            )
+        if not self.filters_groups:
+            return
+        if not compares:
+            raise ValueError(
+                f"rollout.alike_groups is `{self.alike_groups}`, but algorithm.advantage "
+                f"{estimator!r} does not compare the episodes of a group, so groups that score "
+                "alike teach it as much as others: leave alike_groups out, or choose an estimator "
+                "of groups, such as `grpo`"
+            )
+        if anchors:
+            raise ValueError(
+                f"rollout.alike_groups is `{self.alike_groups}`, but no episode of the environment "
+                f"{anchors[0]!r} gets a reward, so all of its groups would leave, and its `kl` "
+                "with them: leave alike_groups out"
+            )
 
     @property
     def filters_groups(self) -> bool:

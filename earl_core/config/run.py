@@ -1,18 +1,13 @@
-"""The whole configuration of a run, and when two executions of a stage are the same.
-
-The key that a stage's sealed manifest must carry covers the run, the iteration, the stage, the data
-of its inputs and the settings that the table of stages names. It never covers how the stage was
-laid out on the hardware: a plan may change between a failure and the resume, and what was finished
-stays finished.
-"""
+"""The whole configuration of a run."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import xxhash
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -20,16 +15,18 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
-from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
     MixedEnvironment,
 )
+from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
 from earl_core.config.reward import RewardConfig
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.schedule import ScheduleConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import (
     CheckpointConfig,
@@ -42,9 +39,13 @@ from earl_core.config.services import (
 )
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.deployment.stages import STAGE_SETTINGS, stage_of
-from earl_core.system.files import canonical_json
 from earl_core.system.settings import Place, Settings
+
+KEPT_ANCESTOR = "ancestor"
+"""The folder of a run directory that holds a copy of its ancestor's model."""
+
+KEPT_REFERENCES = "references"
+"""Likewise of the frozen models that its KL penalties name."""
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
 """Names that Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
@@ -89,6 +90,11 @@ class RunConfig(Settings):
         description="Rule by which the shares of the `environments` follow the spread of their "
         "returns; None: their weights alone decide.",
     )
+    imitation: ImitationConfig | None = Field(
+        default=None,
+        description="First iterations that imitate demonstrations, by cross entropy; None: all "
+        "iterations play episodes.",
+    )
     rollout: RolloutConfig = Field(description="Sampling of episodes: engine, batch size, budgets.")
     cluster: ClusterConfig = Field(
         default=ClusterConfig(), description="The hosts of the run; by default this machine."
@@ -113,6 +119,10 @@ class RunConfig(Settings):
     stages: StagesConfig = Field(
         default=StagesConfig(),
         description="Parallelism of rollout and update; by default all GPUs are used.",
+    )
+    schedule: ScheduleConfig = Field(
+        default=ScheduleConfig(),
+        description="Overlap of iterations; by default each begins when the one before has ended.",
     )
     selector: SelectorConfig = Field(
         default=SelectorConfig(),
@@ -184,9 +194,32 @@ class RunConfig(Settings):
             twice = sorted({title for title in titles if titles.count(title) > 1})
             if twice:
                 raise ValueError(f"{what} have the label {twice[0]!r} twice: give each its own")
-        self.reward.check_environments(self.played)
+        self.reward.check_environments(
+            {
+                label: self.own_weight(label) != 0
+                or (self.needs_reference and self.penalty(label).coefficient > 0)
+                for label in self.played
+            }
+        )
         for suite in self.evaluation.suites:
             self.reward.check_suite(suite.label, suite.scored_by)
+        return self
+
+    @model_validator(mode="after")
+    def _imitation(self) -> RunConfig:
+        if self.imitation is None:
+            return self
+        if self.imitation.iterations > self.iterations:
+            raise ValueError(
+                f"imitation.iterations ({self.imitation.iterations}) exceeds iterations "
+                f"({self.iterations}), which counts them too: raise iterations"
+            )
+        if self.update.minibatches > self.demonstrations:
+            raise ValueError(
+                f"update.minibatches ({self.update.minibatches}) exceeds "
+                f"imitation.episodes_per_iteration ({self.demonstrations}): each minibatch needs "
+                "a demonstration of its own"
+            )
         return self
 
     @model_validator(mode="after")
@@ -202,29 +235,22 @@ class RunConfig(Settings):
             )
         AGGREGATIONS.checked(algorithm.aggregation)
         KL_ESTIMATORS.checked({"name": algorithm.kl.estimator})
-        if estimator is not None and estimator.needs_groups and rollout.group_size < 2:
-            raise ValueError(
-                f"algorithm.advantage {algorithm.advantage['name']!r} compares the episodes of a "
-                f"group, so rollout.group_size must be at least 2, not {rollout.group_size}; "
-                "`reinforce` and `reinforce_plus_plus` work with 1"
-            )
-        if estimator is not None and rollout.filters_groups and not estimator.needs_groups:
-            raise ValueError(
-                f"rollout.alike_groups is `{rollout.alike_groups}`, but algorithm.advantage "
-                f"{algorithm.advantage['name']!r} does not compare the episodes of a group, so "
-                "groups that score alike teach it as much as others: leave alike_groups out, or "
-                "choose an estimator of groups, such as `grpo`"
-            )
+        if estimator is not None:
+            weighed = {label: self.own_weight(label) for label in self.played}
+            without = self.reward.unrewarded(weighed)
+            rollout.check_groups(str(algorithm.advantage["name"]), estimator.needs_groups, without)
         if loss is not None and loss.from_rollout and algorithm.importance_correction is not None:
             raise ValueError(
                 f"algorithm.policy_loss {algorithm.policy_loss['name']!r} corrects for the "
                 "engine's log-probs itself, so algorithm.importance_correction would do it twice: "
                 "leave it out"
             )
-        if (algorithm.kl.placement == "none") != (algorithm.kl.coefficient == 0.0):
+        charged = any(self.penalty(label).coefficient for label in self.played)
+        if (algorithm.kl.placement == "none") == charged:
             raise ValueError(
                 "algorithm.kl.placement and algorithm.kl.coefficient contradict each other: set "
-                "placement to `loss` or `reward` and a positive coefficient, or neither"
+                "placement to `loss` or `reward` and a positive coefficient (of an environment's "
+                "own kl, too), or neither"
             )
         turn, microbatch = rollout.max_tokens_per_turn, self.update.max_tokens_per_microbatch
         if turn is not None and microbatch is not None and turn > microbatch:
@@ -238,10 +264,59 @@ class RunConfig(Settings):
                 f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
                 "needs a prompt of its own"
             )
+        corrected = algorithm.importance_correction is not None
+        # A loss of somebody's own that cannot be imported here is trusted.
+        self.schedule.check(self.iterations, corrected or loss is None or loss.from_rollout)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages)
         return self
+
+    @property
+    def initial_model(self) -> ModelConfig:
+        """The model of policy version 0, as the run's processes load it: of a run with an ancestor
+        the copy in its directory."""
+        if self.model.ancestor is None:
+            return self.model
+        return self.model.at(Path(self.runs_directory, self.name, KEPT_ANCESTOR, "model"))
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The frozen models that score the episodes, as the settings name them, each once."""
+        if not self.needs_reference:
+            return ()
+        charged = (self.penalty(label) for label in self.played)
+        return tuple(dict.fromkeys(each.reference for each in charged if each.coefficient))
+
+    def penalty(self, label: str) -> PenaltyConfig:
+        """The KL penalty of an environment's episodes."""
+        own = self.mixture[label].kl if label in self.mixture else None
+        return self.algorithm.kl if own is None else own
+
+    @property
+    def one_penalty(self) -> bool:
+        """True when all episodes have the same KL penalty, or none has any."""
+        return all(self.penalty(label) == self.algorithm.kl for label in self.played)
+
+    def own_weight(self, label: str) -> float:
+        """The weight of an environment's own reward."""
+        given = self.mixture[label].reward_weight if label in self.mixture else None
+        return self.reward.environment_weight if given is None else given
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """Labels of the suites that a checkpoint must not fall behind in to be the best one."""
+        return tuple(each.label for each in self.evaluation.suites if each.gate)
+
+    def reference_model(self, text: str) -> ModelConfig:
+        """One of the `references`, as the run's processes load it."""
+        own = self.initial_model
+        return own if text == INITIAL else own.at(self.teacher(text) / "model")
+
+    def teacher(self, text: str) -> Path:
+        """The folder of the run directory for a reference that is not the initial policy."""
+        folder = xxhash.xxh3_64_hexdigest(text.encode())
+        return Path(self.runs_directory, self.name, KEPT_REFERENCES, folder)
 
     @property
     def played(self) -> Mapping[str, EnvironmentConfig]:
@@ -261,9 +336,30 @@ class RunConfig(Settings):
         options = {**self.environment.options, **self.evaluation.options}
         return {"": self.environment.model_copy(update={"options": options})}
 
+    def evaluates(self, version: int) -> bool:
+        """True when this policy version is evaluated; the first and the last always are, so that
+        the curve has both ends."""
+        every = self.evaluation.every
+        return bool(every) and (version % every == 0 or version == self.iterations)
+
+    def imitates(self, iteration: int) -> bool:
+        """True for an iteration that learns from demonstrations and plays no episode."""
+        return self.imitation is not None and iteration < self.imitation.iterations
+
+    def played_before(self, iteration: int) -> int:
+        """Count the iterations before this one that played episodes."""
+        imitating = 0 if self.imitation is None else self.imitation.iterations
+        return max(0, iteration - imitating)
+
+    @property
+    def demonstrations(self) -> int:
+        """Demonstrations of an iteration that imitates."""
+        given = self.imitation and self.imitation.episodes_per_iteration
+        return given or self.rollout.episodes_per_iteration
+
     @property
     def needs_reference(self) -> bool:
-        """True when the frozen initial policy must score the episodes."""
+        """True when a frozen model must score the episodes."""
         return self.algorithm.kl.placement != "none"
 
     @property
@@ -298,50 +394,3 @@ class RunConfig(Settings):
         """True when the trainer scores the episodes before its first optimizer step."""
         steps = self.update.epochs * self.update.minibatches
         return steps > 1 or self.algorithm.importance_correction is not None
-
-
-_SUPERVISION = (
-    "hosts",
-    "deterministic",
-    "tool_timeout_seconds",
-    "step_timeout_seconds",
-    "start_timeout_seconds",
-    "call_timeout_seconds",
-    "episode_timeout_seconds",
-)
-"""Settings of an environment that decide how it is supervised, not what is played."""
-
-
-def stage_key(
-    config: RunConfig, uid: str, iteration: int, stage: str, inputs: Sequence[str]
-) -> str:
-    """sha256 in hex; `inputs` are the data digests of the input manifests, in order."""
-    content = [uid, iteration, stage, list(inputs), stage_settings(config, stage)]
-    return hashlib.sha256(canonical_json(content)).hexdigest()
-
-
-def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
-    """The settings that a stage's result depends on, by dotted name."""
-    names = STAGE_SETTINGS[stage_of(stage)]
-    whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
-    suites = whole.get("evaluation", {}).get("suites", ())
-    for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
-        for name in _SUPERVISION if played else ():
-            del played[name]
-    # Keys of runs that were begun before a setting existed stay as they are.
-    update, rollout = whole.get("update", {}), whole.get("rollout", {})
-    if update.get("zero_advantage") is None:
-        update.pop("zero_advantage", None)
-    if not config.rollout.filters_groups:
-        rollout.pop("alike_groups", None)
-    if config.rollout.alike_groups != "replace":
-        rollout.pop("max_waves", None)
-    return {name: look_up(whole, name) for name in names}
-
-
-def look_up(mapping: dict[str, Any], dotted: str) -> Any:
-    """The setting of this dotted name."""
-    value: Any = mapping
-    for part in dotted.split("."):
-        value = value[part]
-    return value

@@ -13,12 +13,13 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     """Rows of (what, value, where it comes from) for everything derived from the sizes."""
     rollout, update = config.rollout, config.update
     episodes = rollout.episodes_per_iteration
+    playing = config.played_before(config.iterations)
     steps = update.epochs * update.minibatches
     per_step = rollout.prompts_per_iteration / update.minibatches
     turn = rollout.max_tokens_per_turn
     return [
         ("run directory", f"{config.runs_directory}/{config.name}", "runs_directory, name"),
-        ("model", config.model.path, "model.path"),
+        ("model", config.model.shown, "model.from" if config.model.ancestor else "model.path"),
         *_played_rows(config),
         (
             "engine",
@@ -45,7 +46,8 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
             str(update.max_tokens_per_microbatch or _microbatch(update)),
             "update.max_tokens_per_microbatch",
         ),
-        ("episodes in all", str(episodes * config.iterations), "x iterations"),
+        ("episodes in all", str(episodes * playing), "x iterations"),
+        *_imitation_rows(config),
         *_stage_rows(config),
         *_reward_rows(config),
         ("precision of the update", _precision(update.precision), "update.precision"),
@@ -82,6 +84,13 @@ def _played_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         (f"environment {each.title}", f"{each.weight / whole:.0%} of the prompts", "environments")
         for each in config.environments
     ]
+
+
+def _imitation_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+    if config.imitation is None:
+        return []
+    text = f"{config.imitation.iterations}, of {config.demonstrations} demonstrations"
+    return [("iterations that imitate", text, "imitation")]
 
 
 def _reward_rows(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -36,6 +36,7 @@ from earl_core.rollout.pass_rates import suite_results
 from earl_core.rollout.rollout_stats import RolloutStats, evaluation_results
 from earl_core.run.checkpoints import (
     MARKER,
+    best_checkpoint,
     holding_checkpoint,
     stable_checkpoints,
     verify_checkpoint,
@@ -62,23 +63,26 @@ class PlayedPolicy:
 
 
 def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> PlayedPolicy:
-    """`last`, `initial` (before training) or the number of an iteration.
+    """`last`, `best` (of those evaluated), `initial` (before training) or the number of an
+    iteration.
 
     Every file of it is verified. Where the last one is damaged, the last whole one is taken. Raises
     `ConfigError` with the checkpoints there are, `CheckpointError` for a damaged one.
     """
     if which == "initial":
-        if not (Path(config.model.path) / "config.json").is_file():
-            raise ConfigError(f"the initial model {config.model.path} is not there (any more)")
-        path = Path(config.model.path)
+        path = Path(config.initial_model.path)
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"the initial model {path} is not there (any more)")
         return PlayedPolicy(path, INITIAL_VERSION, "the initial model", newest_engine(run))
     found = stable_checkpoints(run)
     listed = ", ".join(map(str, found)) or "none yet"
-    if not (which == "last" or which.isdigit()):
+    if not (which in ("last", "best") or which.isdigit()):
         raise ConfigError(
-            f"a checkpoint is `last`, `initial` or the number of an iteration, not {which!r}; "
-            f"{run} has {listed}"
+            "a checkpoint is `last`, `best`, `initial` or the number of an iteration, not "
+            f"{which!r}; {run} has {listed}"
         )
+    if found and which == "best":
+        which = str(best_checkpoint(run, config.gates))
     if not found or (which != "last" and int(which) not in found):
         raise ConfigError(
             f"{run} has no whole checkpoint {'' if which == 'last' else f'{which} '}(it has "
@@ -117,7 +121,7 @@ class PolicyPlayer:
     def __init__(
         self, config: RunConfig, checkpoint: PlayedPolicy, listener: Progress = quiet
     ) -> None:
-        model = config.model.model_copy(update={"path": str(checkpoint.policy.resolve())})
+        model = config.initial_model.at(checkpoint.policy.resolve())
         precision = resolved(
             config.model_copy(update={"model": model}), settings=("rollout.dtype",)
         )

@@ -16,11 +16,13 @@ from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.config.feasibility import check_devices, check_stages
+from earl_core.control.ancestor import Ancestor, beginning
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import hardware_of
 from earl_core.control.host_checks import check_agreement
 from earl_core.control.precision import Resolved, resolved
 from earl_core.control.shared_memory_need import judged_room, need_of
+from earl_core.control.teachers import Teachers, check_teachers
 from earl_core.control.worker_groups import WorkerGroups, preload_ranks
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -42,32 +44,49 @@ class Preflight(NamedTuple):
     precision: Resolved
 
 
-def preflight(config: RunConfig, cluster: Cluster) -> Preflight:
+def preflight(
+    config: RunConfig,
+    cluster: Cluster,
+    ancestor: Ancestor | None = None,
+    teachers: Teachers | None = None,
+) -> Preflight:
     """Look at the hosts, and check that they agree, references, devices, stage deployments and the
     tokenizer's size (where the model is there), and environments; settle the precision.
 
-    Writes nothing of the run. Raises `ConfigError`, or `WorkerCallFailed` with what the
-    environment's code raised, whose log is then kept unless the error says all.
+    ancestor, teachers: models that the run has yet to keep. Writes nothing of the run. Raises
+    `ConfigError`, or `WorkerCallFailed` with what the environment's code raised, whose log is then
+    kept unless the error says all.
     """
     hosts = cluster.hosts()
-    check_agreement(config, hosts)
+    begins = beginning(config, ancestor)
+    check_agreement(begins, hosts)
     preload_ranks(hosts)
     # From here on this process hides what they lead to.
     check_references(config)
     hardware = hardware_of(hosts, config.cluster.fewest)
     model = None
-    if (Path(config.model.path) / "config.json").is_file():
-        model = fitting_model(config, hardware)
+    if (Path(begins.model.path) / "config.json").is_file():
+        model = fitting_model(begins, hardware)
+        check_teachers(config, Path(begins.model.path), teachers)
     else:
         check_devices(config, hardware)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
+    stale = config.schedule.staleness
+    if stale and not config.stages.placed.side_by_side:
+        logger.warning(
+            "schedule.staleness is %d, but under stages.placement %r rollout and update take "
+            "turns: episodes are older and nothing is gained; set the placement to `separate` or "
+            "`shared`",
+            stale, config.stages.placement,
+        )  # fmt: skip
     precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
     return Preflight(hosts, hardware, model, precision)
 
 
 def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:
-    """The model's shape. Raises `ConfigError` unless stages and tokenizer fit it."""
-    path = Path(config.model.path)
+    """The shape of the model of policy version 0. Raises `ConfigError` unless stages and tokenizer
+    fit it."""
+    path = Path(config.initial_model.path)
     shape = read_model_shape(path)
     check_stages(config, shape, hardware)
     check_tokenizer_file(path, shape.vocabulary)

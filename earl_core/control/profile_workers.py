@@ -50,7 +50,7 @@ class ProfileWorkers:
         self._deployment: StageDeployment | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="earl-profile-"))
         write_record(self._directory, {"uid": new_uid()})
-        path = str(Path(config.model.path).resolve())
+        path = str(Path(config.initial_model.path).resolve())
         self._weights = {"directory": path, "policy_version": 0}
         apart = config.dispatch.model_copy(update={"directory": str(self._directory / "shards")})
         self._config = config.model_copy(update={"dispatch": apart, "stages": StagesConfig()})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from earl_core.deployment.stages import STAGES
+from earl_core.deployment.stages import taking_part
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import read_state, verify_training_state
@@ -38,10 +38,11 @@ def resume_point(run: RunDirectory, finished: int = -1) -> ResumePoint:
     finished, with or without a checkpoint."""
     stable = run.last_stable()
     iteration = max(finished, stable) + 1
-    unsealed = (stage for stage in STAGES if not run.stage_path(iteration, stage).is_file())
+    stages = [each.name for each in taking_part(run.config, run.config.imitates(iteration))]
+    unsealed = (stage for stage in stages if not run.stage_path(iteration, stage).is_file())
     covered = iteration if is_updated(run, iteration) else stable
     state = run.checkpoint_path(covered).resolve() if covered >= 0 else None
-    return ResumePoint(iteration, next(unsealed, [*STAGES][-1]), state)
+    return ResumePoint(iteration, next(unsealed, stages[-1]), state)
 
 
 def is_updated(run: RunDirectory, iteration: int, checksums: bool = False) -> bool:

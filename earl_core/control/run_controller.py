@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig
+from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_ancestor
 from earl_core.control.device_figures import figures_for
 from earl_core.control.hardware import open_cluster, with_network
 from earl_core.control.learner_handle import LearnerHandle
@@ -30,11 +31,17 @@ from earl_core.control.preflight import (
 )
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_history import RunHistory
+from earl_core.control.teachers import (
+    check_teachers,
+    held_teachers,
+    keep_teachers,
+    reference_shapes,
+)
 from earl_core.control.worker_groups import Progress, WorkerGroups, quiet
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.deployment.stages import EVALUATION, PLACED, STAGES, TRAINED
+from earl_core.deployment.stages import EVALUATION, PLACED, TRAINED, taking_part
 from earl_core.dispatch import Manifest, PoolFull
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.transport import TransportError
@@ -89,6 +96,7 @@ class RunController:
     """Opened by `open_controller`; close it to stop the workers and unlock the run."""
 
     model: ModelShape
+    reference_models: tuple[ModelShape, ...]
     tracker: RunTracker
 
     def __init__(
@@ -171,7 +179,9 @@ class RunController:
         Raises `ConfigError`, and the error of a worker that makes the model.
         """
         self.model = self._model or self._made_model()
+        self.reference_models = reference_shapes(self.config)
         check_shared_memory(self.config, self.run.stores)
+        self._check_demonstrations(self.next_iteration())
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
             self.start_ahead(sealed)
@@ -179,9 +189,24 @@ class RunController:
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))
 
+    def demonstrations(self, method: str, iteration: int, **arguments: Any) -> dict[str, Any]:
+        """Ask the worker of the demonstrations, which is one rank whatever the plan."""
+        alone = StageDeployment("demonstrate", threads=1)
+        (result,) = self.groups.call(alone, "demonstrations", method, iteration, **arguments)
+        return result
+
+    def _check_demonstrations(self, first: int) -> None:
+        if self.config.imitates(first):
+            surely(
+                lambda: self.demonstrations("check", first, first=first),
+                self.config.deadlines.repeats,
+                self.stop_requested.is_set,
+            )
+
     def _made_model(self) -> ModelShape:
-        what = "downloading" if self.config.model.from_hub else "building"
-        self.listener("model", 0, {what: self.config.model.path})
+        model = self.config.model.made
+        what = "downloading" if model.from_hub else "building"
+        self.listener("model", 0, {what: model.path})
         deployment = StageDeployment(stage="model", threads=self.hardware.cpu_cores)
         surely(
             lambda: self.groups.call(deployment, "model", "build", self.next_iteration()),
@@ -189,6 +214,8 @@ class RunController:
             self.stop_requested.is_set,
         )
         self.groups.retire("model", 0)
+        keep_ancestor(self.run, find_ancestor(self.config))
+        check_teachers(self.config, Path(self.config.initial_model.path))
         return fitting_model(self.config, self.hardware)
 
     def start_ahead(self, plan: DeploymentPlan) -> None:
@@ -205,7 +232,8 @@ class RunController:
         if plan.iteration >= self.config.iterations:
             needed = {EVALUATION.role: unsealed(EVALUATION.name)}
         else:
-            doing = {role: [s.name for s in STAGES.values() if s.role == role] for role in PLACED}
+            stages = taking_part(self.config, self.config.imitates(plan.iteration))
+            doing = {role: [s.name for s in stages if s.role == role] for role in PLACED}
             needed = {role: unsealed(*stages) for role, stages in doing.items()}
         roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]
         self.groups.start_ahead((role, plan.stages[role]) for role in roles)
@@ -286,10 +314,13 @@ def open_controller(
 def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
     with ExitStack() as opened:
         cluster = opened.enter_context(closing(open_cluster(config)))
-        found = preflight(config, cluster)
-        found.precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
-        take_newest_whole(Path(config.runs_directory) / config.name)
-        run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
+        with held_ancestor(config) as ancestor, held_teachers(config) as teachers:
+            found = preflight(config, cluster, ancestor, teachers)
+            found.precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
+            take_newest_whole(Path(config.runs_directory) / config.name)
+            run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
+            keep_ancestor(run, ancestor)
+            keep_teachers(run, teachers)
         found.precision.keep(run)
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
         controller = RunController(run, cluster, found, listener, here)

@@ -25,11 +25,12 @@ from earl_core.control.failure_diagnosis import (
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
-from earl_core.deployment.stages import STAGES, stage_of
+from earl_core.deployment.stages import STAGES, rows_of, stage_of
 from earl_core.dispatch import Manifest
 from earl_core.experience.alike_groups import TRAINED_EPISODES
 from earl_core.run import stage_key
 from earl_core.selector.choice.changes import infeasible_text
+from earl_core.selector.choice.expected_load import computed_load
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.memory_model import gib
@@ -49,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_of(rollout: Mapping[str, float]) -> Load:
-    """Compute the load that the iteration put on its stages, from the metrics of its rollout."""
+    """Compute the load that the iteration put on its stages, from the metrics of its rollout, or of
+    its demonstrations."""
     turns = rollout["turns/mean"]
     return Load(
         episodes=max(1, round(rollout["episodes"] + rollout.get("episodes_failed", 0.0))),
@@ -79,11 +81,12 @@ def reserved_bytes(controller: RunController, stage: str) -> float:
 def observe(controller: RunController, manifests: Mapping[str, Manifest]) -> None:
     """Add to the run's observations what the stages of an iteration took, by their manifests; each
     once, however often this is called."""
-    iteration = manifests["rollout"].iteration
+    rows = rows_of(manifests)
+    iteration = rows.iteration
     predictor = _predictor(controller, iteration)
     if predictor is None:
         return
-    training = training_load(manifests["rollout"])
+    training = training_load(rows)
     known = [seen for seen in controller.observed.through(iteration) if seen.kind == "measured"]
     for manifest in manifests.values():
         if "deployment" not in manifest.outputs:
@@ -235,7 +238,9 @@ class StageWatch:
         predictor = _predictor(self._controller, self._iteration)
         if predictor is not None and infeasible.kind != "context_overflow":
             candidate = predictor.candidate_of(self._deployment)
-            load = predictor.computed(candidate, load or predictor.now)
+            load = computed_load(
+                predictor.given.statistics, self._stage, load or predictor.now, min
+            )
             gpus = self._controller.hardware.gpus
             peak = 0.0 if gpus else self._controller.groups.peak_bytes(self._stage)
             if self._stage != "rollout":

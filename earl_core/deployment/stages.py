@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ ROLES: Mapping[str, Role] = {
             restore="restore_memory",
             prepare="prepare",
         ),
+        Role("demonstrations", "earl_core.imitation.demonstration_worker:DemonstrationWorker"),
         Role("experience", "earl_core.experience.experience_worker:ExperienceWorker"),
         Role(
             "reference",
@@ -99,16 +100,21 @@ class Stage:
     makes: Literal["plan", "columns", "state", "weights"] = "columns"
     optional: str = ""
     scores: bool = False
+    imitates: bool | None = None
 
-    def takes_part(self, given: Any) -> bool:
+    def takes_part(self, given: Any, imitates: bool = False) -> bool:
         """True when an iteration of this configuration, or for this selection's input, has the
-        stage."""
+        stage. imitates: whether it is an iteration that does."""
+        if self.imitates not in (None, imitates):
+            return False
         return not self.optional or bool(attrgetter(self.optional)(given))
 
-    def sources(self, given: Any) -> tuple[str, ...]:
-        """Return the entries of `reads` that exist in an iteration of this configuration."""
+    def sources(self, given: Any, imitates: bool = False) -> tuple[str, ...]:
+        """Return the entries of `reads` that exist in such an iteration of this configuration."""
         return tuple(
-            name for name in self.reads if name == WEIGHTS or STAGES[name].takes_part(given)
+            name
+            for name in self.reads
+            if name == WEIGHTS or STAGES[name].takes_part(given, imitates)
         )
 
 
@@ -130,6 +136,7 @@ _PLAY = (
 """Settings of whatever is played, for training or to evaluate."""
 
 _SCORED = (
+    "environments.reward_weight",
     "reward.functions",
     "reward.environment_weight",
     "reward.python",
@@ -156,30 +163,58 @@ STAGES: Mapping[str, Stage] = {
                 "rollout.max_failed_share",
                 "rollout.prompts_per_iteration",
                 "rollout.group_size",
+                "imitation.iterations",
             ),
+            imitates=False,
+        ),
+        Stage(
+            "demonstrate",
+            "demonstrations",
+            settings=(
+                "seed",
+                "model.path",
+                "model.chat_template",
+                "environment",
+                "environments",
+                "rollout.answer_prefix",
+                "rollout.stop",
+                "rollout.prompts_per_iteration",
+                "rollout.group_size",
+                "imitation",
+            ),
+            imitates=True,
         ),
         Stage(
             "reference",
             "reference",
             reads=("rollout",),
-            settings=("model.path", "rollout.temperature", "update.precision"),
+            settings=(
+                "model.path",
+                "rollout.temperature",
+                "update.precision",
+                "algorithm.kl.reference",
+                "environments.kl",
+            ),
             optional="needs_reference",
             scores=True,
+            imitates=False,
         ),
-        Stage("reward", "experience", reads=("rollout",), settings=_SCORED),
+        Stage("reward", "experience", reads=("rollout",), settings=_SCORED, imitates=False),
         Stage(
             "advantage",
             "experience",
             reads=("rollout", "reward", "reference"),
-            settings=("algorithm.advantage", "algorithm.kl"),
+            settings=("algorithm.advantage", "algorithm.kl", "environments.kl"),
+            imitates=False,
         ),
         Stage(
             "update",
             "update",
-            reads=("rollout", "reference", "advantage"),
+            reads=("rollout", "demonstrate", "reference", "advantage"),
             settings=(
                 "seed",
                 "algorithm",
+                "environments.kl",
                 "rollout.temperature",
                 "update.precision",
                 "update.learning_rate",
@@ -192,6 +227,8 @@ STAGES: Mapping[str, Stage] = {
                 "update.max_grad_norm",
                 "update.epochs",
                 "update.minibatches",
+                "imitation.iterations",
+                "imitation.learning_rate",
             ),
             makes="state",
         ),
@@ -227,9 +264,20 @@ TRAINED = tuple(stage.role for stage in STAGES.values() if stage.makes == "state
 """Roles that train a model: each has a learner's handle in the run controller."""
 
 
-def taking_part(given: Any) -> list[Stage]:
-    """The stages and steps of an iteration of this configuration, in order."""
-    return [stage for stage in STAGES.values() if stage.takes_part(given)]
+ROWS = ("rollout", "demonstrate")
+"""Stages that write the rows that an iteration works on; each iteration has one of them."""
+
+Sealed = TypeVar("Sealed")
+
+
+def rows_of(sealed: Mapping[str, Sealed]) -> Sealed:
+    """Return, of what the stages of an iteration sealed, that of the one that wrote its rows."""
+    return next(sealed[name] for name in ROWS if name in sealed)
+
+
+def taking_part(given: Any, imitates: bool = False) -> list[Stage]:
+    """The stages and steps of such an iteration of this configuration, in order."""
+    return [stage for stage in STAGES.values() if stage.takes_part(given, imitates)]
 
 
 _WAVE = "_wave"
@@ -259,7 +307,7 @@ def rounds(stages: Iterable[Stage]) -> list[list[Stage]]:
     for stage in stages:
         if stage.makes == "plan":
             continue
-        place = max(after[name] for name in stage.reads if name in after)
+        place = max((after[name] for name in stage.reads if name in after), default=0)
         after[stage.name] = place + 1
         found += [[]] if place == len(found) else []
         found[place].append(stage)

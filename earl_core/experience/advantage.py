@@ -9,8 +9,9 @@ mean and M2 over them; no rank sees another's rewards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.moments import RankStatistics
 from earl_core.algorithms.turns import Turns
 from earl_core.cluster.rpc import Rule
-from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.algorithm import AlgorithmConfig, KLConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.played_turns import PlayedTurns
 from earl_core.run.worker import READ_RULES
@@ -52,13 +53,19 @@ ADVANTAGE_RULES: dict[str, Rule] = {
 """Rules that merge the metrics of several ranks; their weight is their number of trained tokens."""
 
 
-def advantage_statistics(batch: Batch, algorithm: AlgorithmConfig) -> RankStatistics:
+Coefficient = Callable[[str], float]
+"""The KL coefficient of an environment's episodes, by its label, in this iteration."""
+
+
+def advantage_statistics(
+    batch: Batch, algorithm: AlgorithmConfig, coefficient: Coefficient | None = None
+) -> RankStatistics:
     """Compute the statistics that other ranks must know of this rank's episodes: never a reward,
-    never a group's mean."""
+    never a group's mean. coefficient: as of `advantage_rows`."""
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
     if not len(batch):
         return RankStatistics(episodes=0)
-    parts = _Part.all_of(batch, algorithm, estimator)
+    parts = _Part.all_of(batch, partial(_penalties, algorithm.kl, coefficient), estimator)
     found = RankStatistics(episodes=sum(len(part.episodes.rewards) for part in parts))
     for part in parts:
         moments = batch_moments(estimator, part.episodes)
@@ -80,7 +87,10 @@ def _compares_turns(estimator: AdvantageEstimator) -> bool:
 
 
 def advantage_rows(
-    batch: Batch, algorithm: AlgorithmConfig, statistics: RankStatistics
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    statistics: RankStatistics,
+    coefficient: Coefficient | None = None,
 ) -> tuple[Rows, dict[str, float], int]:
     """Rows of `ADVANTAGE_SCHEMA` for the samples that are trained on (0 on tokens that are not),
     metrics, and the number of trained tokens they are over.
@@ -88,10 +98,11 @@ def advantage_rows(
     `statistics` are those of all ranks together; the groups of the batch's episodes are whole in
     it. Groups with fewer than two episodes are dropped and counted if the estimator compares the
     episodes of a group. With KL in the reward, each trained token pays the coefficient times the
-    estimate of KL(policy || reference) under the log-probs it was sampled with.
+    estimate of KL(policy || reference) under the log-probs it was sampled with. coefficient: None:
+    that of `algorithm.kl`.
     """
     estimator = ADVANTAGE_ESTIMATORS.build(algorithm.advantage)
-    parts = _Part.all_of(batch, algorithm, estimator)
+    parts = _Part.all_of(batch, partial(_penalties, algorithm.kl, coefficient), estimator)
     of_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for part in parts:
         moments = statistics.of_environment(part.environment)
@@ -125,6 +136,12 @@ def _scattered(length: int, places: np.ndarray, values: np.ndarray) -> np.ndarra
     return row
 
 
+Charge = Callable[
+    [Batch, np.ndarray, list[np.ndarray]], tuple[np.ndarray | None, np.ndarray | None]
+]
+"""(batch, rows, their trained positions) → `_penalties`."""
+
+
 @dataclass(frozen=True)
 class _Part:
     """The episodes of a batch that are trained on and compared: all, or those of one environment.
@@ -143,18 +160,16 @@ class _Part:
     bounded: np.ndarray | None
 
     @classmethod
-    def all_of(
-        cls, batch: Batch, algorithm: AlgorithmConfig, estimator: AdvantageEstimator
-    ) -> list[_Part]:
+    def all_of(cls, batch: Batch, charge: Charge, estimator: AdvantageEstimator) -> list[_Part]:
         """Divide the batch into parts whose episodes are compared with each other. Rewards of
         different environments have scales of their own, so that a baseline over a mixture would
         tell which environment it was and not how good an episode was; groups are of one environment
         anyway."""
         if not estimator.needs_batch:
-            return [cls.of(batch, algorithm, estimator, np.arange(len(batch)))]
+            return [cls.of(batch, charge, estimator, np.arange(len(batch)))]
         labels = np.array(batch.strings("environment"))
         return [
-            cls.of(batch, algorithm, estimator, np.flatnonzero(labels == label), str(label))
+            cls.of(batch, charge, estimator, np.flatnonzero(labels == label), str(label))
             for label in np.unique(labels)
         ]
 
@@ -162,7 +177,7 @@ class _Part:
     def of(
         cls,
         batch: Batch,
-        algorithm: AlgorithmConfig,
+        charge: Charge,
         estimator: AdvantageEstimator,
         members: np.ndarray,
         environment: str = "",
@@ -184,7 +199,7 @@ class _Part:
             played = PlayedTurns.of(batch, rows, episode)
             order = played.token_order
             turns = _turns(batch, rows, played) if estimator.turn_level else None
-        penalties, bounded = _penalties(batch, rows, trained, algorithm)
+        penalties, bounded = charge(batch, rows, trained)
         rewards = batch.scalars("reward")[members[first]][keep]
         return cls(
             environment=environment,
@@ -226,20 +241,31 @@ def _turns(batch: Batch, rows: np.ndarray, played: PlayedTurns) -> Turns:
 
 
 def _penalties(
-    batch: Batch, rows: np.ndarray, trained: list[np.ndarray], algorithm: AlgorithmConfig
+    kl: KLConfig,
+    coefficient: Coefficient | None,
+    batch: Batch,
+    rows: np.ndarray,
+    trained: list[np.ndarray],
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return the penalty that each trained token pays, and which tokens pay the estimator's
     bound."""
-    if algorithm.kl.placement != "reward":
+    if kl.placement != "reward":
         return None, None
-    estimator = KL_ESTIMATORS.build(algorithm.kl.estimator)
+    estimator = KL_ESTIMATORS.build(kl.estimator)
 
     def joined(name: str) -> np.ndarray:
         parts = [batch.row(name, int(row))[at] for row, at in zip(rows, trained, strict=True)]
         return np.concatenate([np.empty(0), *parts])
 
+    each: float | np.ndarray = kl.coefficient
+    if coefficient is not None:
+        labels = batch.strings("environment")
+        of_row = [coefficient(labels[row]) for row in rows.tolist()]
+        each = np.repeat(np.array(of_row, dtype=np.float64), [len(at) for at in trained])
     both = joined("rollout_logprobs"), joined("reference_logprobs")
-    return algorithm.kl.coefficient * estimator.values(*both), estimator.bounded(*both)
+    bounded = estimator.bounded(*both)
+    # Nobody need have scored what costs nothing.
+    return each * estimator.values(*both), None if bounded is None else bounded * (each > 0)
 
 
 def _bounded(parts: list[_Part]) -> dict[str, float]:

@@ -61,7 +61,8 @@ class ExperienceWorker(RunWorker):
                 scoring = self._scorer.score(scored_episodes(batch), everyone)
                 scores = await self._unless_cancelled(scoring)
                 given, tally = scores.given, scores.tally()
-            rows, metrics, episodes = reward_rows(batch, settings, given)
+            own = self._config.own_weight if self._config.mixture else None
+            rows, metrics, episodes = reward_rows(batch, settings, given, own)
             learnt = group_returns(batch, rows) if self._config.curriculum else {}
             groups: dict[str, Any] = {}
             if self._config.rollout.filters_groups:
@@ -76,11 +77,16 @@ class ExperienceWorker(RunWorker):
         """End the processes of the reward functions."""
         await self._scorer.close()
 
+    def _coefficient(self, label: str) -> float:
+        """The KL coefficient of an environment's episodes in this iteration."""
+        return self._config.penalty(label).at(self._context.iteration or 0)
+
     def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
         """Compute the statistics of this rank's episodes that `advantage` needs in every rank;
         manifests as there."""
+        algorithm = self._config.algorithm
         with self._open(manifests) as batch:
-            return advantage_statistics(batch, self._config.algorithm).model_dump()
+            return advantage_statistics(batch, algorithm, self._coefficient).model_dump()
 
     def advantage(
         self, manifests: list[dict[str, Any]], statistics: dict[str, Any]
@@ -94,7 +100,10 @@ class ExperienceWorker(RunWorker):
             if not len(batch):
                 return self._result([], {}, 0, started)
             rows, metrics, tokens = advantage_rows(
-                batch, self._config.algorithm, RankStatistics.model_validate(statistics)
+                batch,
+                self._config.algorithm,
+                RankStatistics.model_validate(statistics),
+                self._coefficient,
             )
         if not metrics["episodes_kept"]:
             return self._result([], metrics, tokens, started)

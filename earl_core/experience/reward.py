@@ -8,7 +8,7 @@ reads the rows that both the rollout and the reward have, does not see it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,10 @@ Scored = Mapping[int, Mapping[str, float]]
 
 
 def reward_rows(
-    batch: Batch, settings: RewardConfig, scored: Scored | None = None
+    batch: Batch,
+    settings: RewardConfig,
+    scored: Scored | None = None,
+    own_weight: Callable[[str], float] | None = None,
 ) -> tuple[Rows, dict[str, float], int]:
     """Rows of `REWARD_SCHEMA`, metrics, and the number of episodes they are over.
 
@@ -51,19 +54,24 @@ def reward_rows(
     weight, and of its scores by those of the functions, float64 before it is stored as float32;
     each of the episode's samples carries it, and the scores count at the turn that was last in
     time. The batch holds all samples of its episodes, at least one. scored: the episodes that have
-    a reward; None: all, without scores.
+    a reward; None: all, without scores. own_weight: the environment's weight by its label; None:
+    they all have that of the settings.
     """
     episodes, inverse = np.unique(batch.scalars("episode_id"), return_inverse=True)
     parts = [rewards.astype(np.float64) for rewards in batch.list_rows("turn_rewards")]
-    turns = settings.environment_weight * np.concatenate([np.empty(0), *parts])
     lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    weight: float | np.ndarray = settings.environment_weight
+    if own_weight is not None:
+        of_row = [own_weight(label) for label in batch.strings("environment")]
+        weight = np.repeat(np.array(of_row, dtype=np.float64), lengths)
+    turns = weight * np.concatenate([np.empty(0), *parts])
     own = np.bincount(np.repeat(inverse, lengths), weights=turns, minlength=len(episodes))
     given = [{} if scored is None else scored.get(number) for number in episodes.tolist()]
     added = np.array([settings.added(each or {}) for each in given], dtype=np.float64)
     if scored is not None:
         present, last = PlayedTurns.of(batch, np.arange(len(inverse)), inverse).last
         turns[last] += added[present]
-    of_row = np.split(turns, np.cumsum(lengths)[:-1])
+    turns_of = np.split(turns, np.cumsum(lengths)[:-1])
     totals, kept = own + added, np.array([each is not None for each in given])
     rows = np.flatnonzero(kept[inverse])
     chosen = inverse[rows].tolist()
@@ -74,7 +82,7 @@ def reward_rows(
             {
                 "sample_id": batch.rows[rows],
                 "reward": totals[chosen],
-                "turn_totals": [of_row[row] for row in rows.tolist()],
+                "turn_totals": [turns_of[row] for row in rows.tolist()],
             },
             {"turn_totals": lengths[rows]},
             {"scores": [texts[episode] for episode in chosen]},

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
+from earl_core.algorithms import importance
 from earl_core.algorithms.aggregation import AGGREGATIONS
-from earl_core.algorithms.importance import ImportanceCorrection, mismatch_metrics
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.objective import MicrobatchLoss, Objective
 from earl_core.algorithms.policy_losses import CLIPPED, POLICY_LOSSES, LossInputs
@@ -157,23 +157,29 @@ class Feed:
 @dataclass(frozen=True)
 class Evaluated:
     """A microbatch's loss and what went into it: log-probs before the first step, and weights of
-    the importance correction or None, float32 [T'].
+    the importance correction or None, float32 [T']. log_ratio: of the policy to the one before the
+    update, [T'], if it matters.
     """
 
     result: MicrobatchLoss
     old_logprobs: torch.Tensor
     weights: torch.Tensor | None
+    log_ratio: torch.Tensor | None
 
 
 class Algorithm:
     """The objective of an update. Raises ConfigError for an unknown name."""
 
+    supervised: ClassVar[bool] = False
+    """True: it learns from tokens that no policy of this run has sampled."""
+
     def __init__(self, config: AlgorithmConfig) -> None:
         self._objective = _objective(config)
+        self._kl = config.kl
         correction = config.importance_correction
-        self._correction = (
-            None if correction is None else ImportanceCorrection(**correction.model_dump())
-        )
+        self._correction = None
+        if correction is not None:
+            self._correction = importance.ImportanceCorrection(**correction.model_dump())
 
     @property
     def whole_episodes(self) -> bool:
@@ -228,9 +234,10 @@ class Algorithm:
             torch.from_numpy(counts).to(logprobs.device, non_blocking=True),
             minibatch.totals,
             reference_logprobs=columns.get("reference_logprobs"),
+            kl_coefficient=columns.get("kl_coefficient", self._kl.at(minibatch.iteration)),
             entropy=entropy,
         )
-        return Evaluated(result, old, weights)
+        return Evaluated(result, old, weights, logprobs.detach() - old)
 
 
 def _objective(algorithm: AlgorithmConfig) -> Objective:
@@ -259,23 +266,16 @@ class UpdateMetrics:
         self._seconds = 0.0
         self._counts: Counter[str] = Counter()
 
-    def microbatch(
-        self,
-        fed: FedMicrobatch,
-        evaluated: Evaluated,
-        log_ratio: torch.Tensor,
-        *,
-        compared: bool,
-    ) -> None:
+    def microbatch(self, fed: FedMicrobatch, evaluated: Evaluated, *, compared: bool) -> None:
         """Add a microbatch.
 
-        log_ratio: of the policy to the one before the update, [T']. compared: whether the trainer's
-        log-probs are to be compared with the engine's.
+        compared: whether the trainer's log-probs are to be compared with the engine's.
         """
         result = evaluated.result
         for name, value in {"loss": result.loss.detach(), **result.metrics}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
-        self._log_ratio_max.append(log_ratio.max())
+        if evaluated.log_ratio is not None:
+            self._log_ratio_max.append(evaluated.log_ratio.max())
         packed = fed.packed
         if compared:
             # Copied, because the feed uses the microbatch's memory again, and because a view keeps
@@ -305,7 +305,7 @@ class UpdateMetrics:
         own = np.concatenate([np.empty((0, 4), dtype=np.float32), *parts])
         table = np.concatenate(ranks.gather_rows(own))
         self._compared.append(table[table[:, 3] == 1.0])
-        return mismatch_metrics(*self._compared[-1].T[:3])
+        return importance.mismatch_metrics(*self._compared[-1].T[:3])
 
     def step(self, grad_norm: float, seconds: float, measured: bool) -> None:
         """Close a minibatch: its gradient norm before clipping, its duration, and whether a trained
@@ -337,10 +337,10 @@ class UpdateMetrics:
         if largest != -math.inf:
             metrics["ratio_max"] = float(np.exp(np.float32(largest)))
         if self._compared:
-            metrics |= mismatch_metrics(*np.concatenate(self._compared).T[:3])
+            metrics |= importance.mismatch_metrics(*np.concatenate(self._compared).T[:3])
         counts = _added(every, "counts")
         if counts["weighted"]:
-            metrics["importance_weight_mean"] = counts["weights"] / counts["weighted"]
+            metrics |= importance.weight_metrics(*(counts[name] for name in importance.WEIGHED))
         tokens, seconds = counts["tokens"], max(each["seconds"] for each in every)
         out = epochs * skipped.tokens
         return (
@@ -363,7 +363,7 @@ class UpdateMetrics:
 
     def _own(self) -> dict[str, Any]:
         weights = torch.cat([torch.empty(0), *(each.cpu() for each in self._weights)]).double()
-        weighted = {"weights": float(weights.sum()), "weighted": weights.numel()}
+        weighted = importance.weight_counts(weights)
         return {
             "sums": {name: float(value) for name, value in self._sums.items()},
             "log_ratio_max": float(np.max([-math.inf, *map(float, self._log_ratio_max)])),

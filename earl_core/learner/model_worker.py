@@ -12,6 +12,7 @@ import pyarrow as pa
 from transformers.utils import logging as transformers_logging
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, ShardEntry
@@ -34,7 +35,7 @@ class ModelWorker(RunWorker):
         super().__init__(*arguments, **named)
         self._mesh = create_mesh(self._deployment, self._peers.memories(self._hosts))
         self._ranks = Ranks(self._mesh)
-        self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._config))
+        self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._model()))
         with guarded(self.stage):
             self._learner = self._build_learner()
         self._parking = Parking()
@@ -46,9 +47,11 @@ class ModelWorker(RunWorker):
 
     def offload(self) -> dict[str, Any]:
         """Give the device's memory back between stages; without a GPU it does nothing."""
-        weights = [each.tensor for each in slices_of(self._learner.named_weights())]
-        states = [t for entry in self._learner.optimizer.state.values() for t in entry.values()]
-        return {"bytes": self._parking.give([*weights, *states])}
+        held = []
+        for learner in self._learners():
+            held += [each.tensor for each in slices_of(learner.named_weights())]
+            held += [t for entry in learner.optimizer.state.values() for t in entry.values()]
+        return {"bytes": self._parking.give(held)}
 
     def reload(self) -> dict[str, Any]:
         """Take it again, before anything else is called."""
@@ -81,30 +84,52 @@ class ModelWorker(RunWorker):
         copied. Raises `PoolFull` when the shard does not fit.
         """
         (name,) = (name for name in schema.names if name != "sample_id")
-        samples, store = training_samples(batch), self._reader.reads.store
+        store = self._reader.reads.store
         with store.create(
             stage=self.stage,
             iteration=self._context.iteration or 0,
             rank=self._context.rank,
             schema=schema,
-            rows=len(samples),
-            lengths={name: np.array([len(sample.tokens) for sample in samples], dtype=np.int64)},
+            rows=len(batch),
+            lengths={name: np.array([len(row) for row in batch.list_rows("tokens")], np.int64)},
         ) as writer:
             writer.values("sample_id")[:] = batch.rows
-            self._learner.score(samples, on_progress, writer.rows(name))
+            self._logprobs(batch, on_progress, writer.rows(name))
             return store.complete(writer.seal())
 
+    def _logprobs(
+        self,
+        batch: Batch,
+        on_progress: Callable[[int, int], None] | None = None,
+        out: Sequence[np.ndarray] | None = None,
+    ) -> list[np.ndarray]:
+        """The log-probs of the batch's trained tokens; as `PolicyLearner.score`."""
+        return self._learner.score(training_samples(batch), on_progress, out)
+
+    def _learners(self) -> list[PolicyLearner]:
+        """Every model that the group holds."""
+        return [self._learner]
+
+    def _model(self) -> ModelConfig:
+        """The first model that the group holds."""
+        return self._config.initial_model
+
     def _build_learner(self) -> PolicyLearner:
+        """The first learner."""
+        return self._learner_of(self._model())
+
+    def _learner_of(self, model: ModelConfig) -> PolicyLearner:
         """A learner as the deployment says, on this rank of the mesh."""
         transformers_logging.disable_progress_bar()
         config, deployment = self._config, self._deployment
         return PolicyLearner(
-            config.model,
+            model,
             update_settings(config, deployment),
             config.algorithm,
             temperature=config.rollout.temperature,
             iterations=config.iterations,
             seed=config.seed,
+            imitation=config.imitation,
             mesh=self._mesh,
             logits_chunk_tokens=deployment.logits_chunk_tokens or None,
             offload_optimizer=deployment.offload_optimizer,
@@ -127,9 +152,9 @@ def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateCon
     )
 
 
-def _row_cost(config: RunConfig) -> RowCost:
+def _row_cost(model: ModelConfig) -> RowCost:
     try:
-        return RowCost.of(read_model_shape(Path(config.model.path)))
+        return RowCost.of(read_model_shape(Path(model.path)))
     except ConfigError:
         # A model whose numbers have other names is balanced by tokens.
         return RowCost()

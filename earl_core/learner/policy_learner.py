@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,14 +14,17 @@ from torch import nn
 
 from earl_core.algorithms.mismatch import UpdateRefused
 from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
-from earl_core.learner.data.packing import TrainingSample, plan_shared
+from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
 from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
+from earl_core.learner.deterministic import choose_algorithms
+from earl_core.learner.imitation import Imitation
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
@@ -52,7 +54,7 @@ class PolicyLearner:
     """Trains one causal language model, alone or as one rank of a mesh.
 
     model: what to load. temperature: that of the rollout; logits are divided by it. iterations,
-    seed: of the run.
+    seed: of the run. imitation: its first iterations, if they imitate.
     mesh: the ranks that train together; all of them call each method alike, those of one replica
     with the same samples, and what they compute is what one process would compute from all
     samples. logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
@@ -71,11 +73,12 @@ class PolicyLearner:
         temperature: float = 1.0,
         iterations: int = 1,
         seed: int = 0,
+        imitation: ImitationConfig | None = None,
         mesh: UpdateMesh | None = None,
         logits_chunk_tokens: int | None = None,
         offload_optimizer: bool = False,
     ) -> None:
-        _choose_algorithms(deterministic=update.deterministic)
+        choose_algorithms(deterministic=update.deterministic)
         mesh = mesh or create_mesh()
         if mesh.device.type == "cpu":
             keep_freed_memory()
@@ -86,6 +89,7 @@ class PolicyLearner:
         self.iterations = iterations
         self.seed = seed
         self._algorithm = Algorithm(algorithm)
+        self._imitation = imitation
         self._compiled = compiling(update, mesh.device)
         parallel = load_policy(
             model,
@@ -112,6 +116,8 @@ class PolicyLearner:
         self._gradients = Gradients(parallel.model.parameters(), self.mesh)
         self._feed = Feed(self.device, self.mesh)
         self._ranks = Ranks(self.mesh, "data_parallel")
+        # Ranks with other samples count on this one even where it has none.
+        self._others_wait = self.mesh.deployment.data_parallel > 1
 
     @property
     def model(self) -> PreTrainedModel:
@@ -164,14 +170,14 @@ class PolicyLearner:
         for logprobs_of_row in scored:
             logprobs_of_row[:] = 0.0
         done = 0
-        plan = self._plan(samples, range(len(samples)))
+        plan = self._plan(samples, range(len(samples)), self._algorithm)
         (count,) = self._levelled([plan])
         with self.parallel.passes():
             for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
                 packed = fed.packed
                 with memory.microbatch("score", -1, number, count, packed.tokens.size):
                     if packed.targets.size or self._others_wait:
-                        logprobs, _ = self._forward(fed, "none")
+                        logprobs, _ = self._forward(fed, "none", self.temperature)
                 if number > len(plan):
                     continue
                 if packed.targets.size:
@@ -208,26 +214,27 @@ class PolicyLearner:
         UpdateRefused, on all ranks, before a step that would destroy the weights.
         """
         config = self.config
-        self._algorithm.check_columns(samples, config.epochs * config.minibatches)
+        algorithm, rate = self._aim(iteration)
+        algorithm.check_columns(samples, config.epochs * config.minibatches)
         memory.reset_peak()
-        rate = learning_rate(config, iteration, self.iterations)
         self.optimizer.learning_rate = rate
         skipped = skipped or Skipped()
         metrics = UpdateMetrics(rate)
-        table, own = self._table(samples, skipped)
+        table, own = self._table(samples, skipped, algorithm)
         steps = 0
         for epoch in range(config.epochs):
             minibatches = split_table(
                 table, own, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
                 skipped=len(skipped.table),
             )  # fmt: skip
-            plans = [self._plan(samples, minibatch.rows) for minibatch in minibatches]
+            plans = [self._plan(samples, each.rows, algorithm) for each in minibatches]
             # Without a sample the gradient is that of a filler: there, and 0.
             counts = [max(1, count) for count in self._levelled(plans)]
             for minibatch, plan, count in zip(minibatches, plans, counts, strict=True):
                 self._step(
-                    samples, minibatch, plan, count,
-                    metrics=metrics, iteration=iteration, first_pass=epoch == 0,
+                    samples, minibatch, plan, count, algorithm,
+                    metrics=metrics, iteration=iteration,
+                    compared=epoch == 0 and not algorithm.supervised,
                     before_step=before_step, report=on_progress,
                 )  # fmt: skip
                 if on_step is not None:
@@ -264,18 +271,23 @@ class PolicyLearner:
         """True when the losses of an episode's samples depend on each other."""
         return self._algorithm.whole_episodes
 
-    @property
-    def _others_wait(self) -> bool:
-        """True when ranks with other samples count on this one even where it has none."""
-        return self.mesh.deployment.data_parallel > 1
+    def _aim(self, iteration: int) -> tuple[Algorithm, float]:
+        """The objective of an iteration, and its learning rate. The schedule is that of the
+        iterations that do not imitate."""
+        imitation = self._imitation
+        if imitation is not None and iteration < imitation.iterations:
+            return Imitation(), imitation.learning_rate
+        first = 0 if imitation is None else imitation.iterations
+        rate = learning_rate(self.config, iteration - first, self.iterations - first)
+        return self._algorithm, rate
 
     def _table(
-        self, samples: Sequence[TrainingSample], skipped: Skipped
+        self, samples: Sequence[TrainingSample], skipped: Skipped, algorithm: Algorithm
     ) -> tuple[np.ndarray, range]:
         """Gather the table that decides the minibatches, of all ranks' samples and then of the
         skipped ones, and the range of this rank's rows."""
         parts = self._ranks.gather_rows(sample_table(samples))
-        if self._algorithm.whole_episodes and (torn := episodes_on_several(parts)):
+        if algorithm.whole_episodes and (torn := episodes_on_several(parts)):
             raise ValueError(
                 f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
                 "samples of an episode together: deal whole episodes or groups to the ranks."
@@ -283,13 +295,15 @@ class PolicyLearner:
         first = sum(map(len, parts[: self._ranks.rank]))
         return np.concatenate([*parts, skipped.table]), range(first, first + len(samples))
 
-    def _plan(self, samples: Sequence[TrainingSample], rows: Sequence[int]) -> list[list[int]]:
+    def _plan(
+        self, samples: Sequence[TrainingSample], rows: Sequence[int], algorithm: Algorithm
+    ) -> list[list[int]]:
         """Divide the rows into microbatches."""
         together = [samples[row].episode_id for row in rows]
         plan = plan_shared(
             [samples[row].tokens for row in rows],
             self.tokens_per_microbatch,
-            keep_together=together if self._algorithm.whole_episodes else None,
+            keep_together=together if algorithm.whole_episodes else None,
         )
         return [[rows[index] for index in part] for part in plan]
 
@@ -311,15 +325,15 @@ class PolicyLearner:
         """Yield the microbatches of the plan, and fillers until there are `count`."""
         missing = count - len(plan)
         if missing > 0:
-            samples = [*samples, _FILLER]
+            samples = [*samples, FILLER]
             plan = [*plan, *[[len(samples) - 1]] * missing]
         return self._feed.microbatches(samples, plan)
 
     def _forward(
-        self, fed: FedMicrobatch, entropy: EntropyMode
+        self, fed: FedMicrobatch, entropy: EntropyMode, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies of the whole microbatch's trained tokens, [T']."""
-        logprobs, entropies = self.parallel.module(fed.tensors, self.temperature, entropy)
+        logprobs, entropies = self.parallel.module(fed.tensors, temperature, entropy)
         if entropies is not None:
             entropies = gather_trained(entropies, fed.context)
         return gather_trained(logprobs, fed.context), entropies
@@ -330,10 +344,11 @@ class PolicyLearner:
         minibatch: Minibatch,
         plan: Sequence[Sequence[int]],
         count: int,
+        algorithm: Algorithm,
         *,
         metrics: UpdateMetrics,
         iteration: int,
-        first_pass: bool,
+        compared: bool,
         before_step: BeforeStep | None,
         report: Callable[[int, int], None] | None,
     ) -> None:
@@ -346,9 +361,9 @@ class PolicyLearner:
                 self.parallel.begin_microbatch(last=number == count)
                 with memory.microbatch("update", iteration, number, count, packed.tokens.size):
                     if own and packed.targets.size:
-                        self._accumulate(fed, minibatch, metrics, first_pass=first_pass)
+                        self._accumulate(fed, minibatch, algorithm, metrics, compared)
                     elif self._others_wait or not own:
-                        logprobs, _ = self._forward(fed, "none")
+                        logprobs, _ = self._forward(fed, "none", self.temperature)
                         torch.autograd.backward(logprobs.sum() * 0.0)
                 if own and report is not None:
                     done += len(packed.rows)
@@ -362,7 +377,7 @@ class PolicyLearner:
                 f"{norm}: its step was not applied. Lower update.learning_rate, or use "
                 "update.precision fp32."
             )
-        mismatch = metrics.compare(self._ranks) if first_pass else {}
+        mismatch = metrics.compare(self._ranks) if compared else {}
         if mismatch and before_step is not None:
             before_step(mismatch)
         self.optimizer.step()
@@ -371,28 +386,15 @@ class PolicyLearner:
         metrics.step(norm, time.perf_counter() - began, totals.n_tokens > totals.n_skipped)
 
     def _accumulate(
-        self, fed: FedMicrobatch, minibatch: Minibatch, metrics: UpdateMetrics, *, first_pass: bool
+        self,
+        fed: FedMicrobatch,
+        minibatch: Minibatch,
+        algorithm: Algorithm,
+        metrics: UpdateMetrics,
+        compared: bool,
     ) -> None:
-        logprobs, entropy = self._forward(fed, self._algorithm.entropy_mode)
-        evaluated = self._algorithm.evaluate(fed, logprobs, entropy, minibatch)
+        temperature = 1.0 if algorithm.supervised else self.temperature
+        logprobs, entropy = self._forward(fed, algorithm.entropy_mode, temperature)
+        evaluated = algorithm.evaluate(fed, logprobs, entropy, minibatch)
         torch.autograd.backward(evaluated.result.loss)
-        log_ratio = logprobs.detach() - evaluated.old_logprobs
-        metrics.microbatch(fed, evaluated, log_ratio, compared=first_pass)
-
-
-# What a rank computes, times nothing, where others have a microbatch more than it.
-_FILLER = TrainingSample(
-    tokens=np.zeros(2, dtype=np.int32),
-    loss_mask=np.array([0, 1], dtype=np.uint8),
-    rollout_logprobs=np.zeros(2, dtype=np.float32),
-)
-
-
-def _choose_algorithms(*, deterministic: bool) -> None:
-    """Choose the algorithms of this process, before it multiplies on a GPU: cuBLAS reads the
-    variable then."""
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Nothing here reads memory before it is written.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(deterministic)
+        metrics.microbatch(fed, evaluated, compared=compared)

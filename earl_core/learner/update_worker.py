@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.experience.alike_groups import PROMPTS
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.data.samples import TRAINED, by_minibatch, training_samples
+from earl_core.learner.data.samples import LABEL, TRAINED, by_minibatch, training_samples
 from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
 from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
@@ -60,7 +61,7 @@ class LearnerWorker(ModelWorker):
 
     @cached_property
     def _config_digest(self) -> str:
-        model = self._config.model
+        model = self._config.initial_model
         return config_digest(Path(model.path), model.trust_remote_code)
 
     @guarded("update")
@@ -91,9 +92,9 @@ class LearnerWorker(ModelWorker):
         given.
 
         manifests: references to the rollout's, the reference's if there is one, and last the
-        advantage's. link_bytes: see `Layout`. Returns the new policy version, the weights' digest,
-        metrics, the shards this rank wrote, and how many steps were applied in this call (0 when an
-        earlier call had applied them).
+        advantage's; or to that of demonstrations alone. link_bytes: see `Layout`.
+        Returns the new policy version, the weights' digest, metrics, the shards this rank wrote,
+        and how many steps were applied in this call (0 when an earlier call had applied them).
         """
         iteration = self._context.iteration or 0
         trained, made = assigned(iteration)
@@ -208,11 +209,12 @@ class LearnerWorker(ModelWorker):
                     skipped=skipped.table,
                 )
                 out = skipped.table[:, 0]
-                batch = self._open(manifests, TRAINED, split, link_bytes, without=out)
+                columns = TRAINED if self._config.one_penalty else (*TRAINED, LABEL)
+                batch = self._open(manifests, columns, split, link_bytes, without=out)
                 leases.enter_context(batch)
-                if self._config.needs_old_logprobs:
+                if self._config.needs_old_logprobs and not self._config.imitates(iteration):
                     shards, old = self._score(batch, iteration, leases)
-                samples = training_samples(batch, old, self._version)
+                samples = training_samples(batch, old, self._version, self._coefficient(iteration))
             watch = self._config.mismatch_watch
             metrics = self._learner.update(
                 samples,
@@ -238,12 +240,18 @@ class LearnerWorker(ModelWorker):
         }
         return steps
 
+    def _coefficient(self, iteration: int) -> Callable[[str], float] | None:
+        """The KL coefficient of an environment's episodes; None: all have the same, or none."""
+        if self._config.one_penalty or self._config.imitates(iteration):
+            return None
+        return lambda label: self._config.penalty(label).at(iteration)
+
     def _skipped(
         self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float
     ) -> Skipped:
         """Choose the samples that nobody reads further; each replica looks at the advantages of a
         part of all rows."""
-        if not self._config.skips_zero_advantage:
+        if not self._config.skips_zero_advantage or self._config.imitates(iteration):
             return Skipped()
         with self._open(manifests, ADVANTAGES, None, link_bytes) as batch:
             own = advantage_table(batch)
@@ -289,7 +297,8 @@ class LearnerWorker(ModelWorker):
 
     def _prompts(self, manifests: list[dict[str, Any]], iteration: int) -> int:
         """Count the prompts that the run has played up to the iteration's last one."""
-        usual = 0, (iteration + 1) * self._config.rollout.prompts_per_iteration
+        config = self._config
+        usual = 0, config.played_before(iteration + 1) * config.rollout.prompts_per_iteration
         return int(self._manifests(manifests)[0].outputs.get(PROMPTS, usual)[1])
 
     def _point(self, name: str, iteration: int) -> None:

@@ -20,7 +20,7 @@ class ModelBuilder(RunWorker):
 
     def build(self) -> dict[str, Any]:
         """Make the model directory; raises `ConfigError` when that cannot work."""
-        model = self._config.model
+        model = self._config.model.made
         path, maker = Path(model.path), model.maker
         if maker is None:
             raise ConfigError(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from earl_core.models.progress import Progress, quiet
+from earl_core.pretrained.model_directory import needed_files
 from earl_core.system.errors import EarlError
-
-_READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 
 
 def build(directory: Path, progress: Progress = quiet) -> None:
@@ -92,12 +91,3 @@ def _told(blobs: Path, total: int, progress: Progress) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def needed_files(names: Sequence[str]) -> list[str]:
-    """Choose from a repository's files: weights in one format, configuration, tokenizer, no
-    sub-folders."""
-    top = [name for name in names if PurePosixPath(name).parent == PurePosixPath(".")]
-    weights = [name for name in top if name.endswith(".safetensors")]
-    weights = weights or [name for name in top if name.startswith("pytorch_model")]
-    return [name for name in top if name in weights or PurePosixPath(name).suffix in _READ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from earl_core.config.model import ModelConfig
@@ -17,6 +18,7 @@ from earl_core.system.outside import read_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 _MOST_TEMPLATE = 4 << 20
 _MOST_HEADER = 100_000_000
 """Bytes of a safetensors file's header, by its own library."""
@@ -95,6 +97,15 @@ def _numbers(file: Path, value: int) -> int:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is no safetensors file that can be read: {error}") from error
+
+
+def needed_files(names: Sequence[str]) -> list[str]:
+    """Choose from a repository's files: weights in one format, configuration, tokenizer, no
+    sub-folders."""
+    top = [name for name in names if PurePosixPath(name).parent == PurePosixPath(".")]
+    weights = [name for name in top if name.endswith(".safetensors")]
+    weights = weights or [name for name in top if name.startswith("pytorch_model")]
+    return [name for name in top if name in weights or PurePosixPath(name).suffix in _READ]
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -98,6 +98,36 @@ def check_rows(
         )
 
 
+def vocabulary_problem(policy: Path, teacher: Path, rows: tuple[int, int]) -> str:
+    """Return the reason why a teacher cannot score what a policy writes; empty when it can.
+
+    Their tokenizers must have the same tokens under the same ids. rows: of the policy's and of the
+    teacher's embedding; some models have more than their tokens need.
+    """
+    found = [_mapping(directory / "tokenizer.json") for directory in (policy, teacher)]
+    if all(found):
+        own, theirs = (_tokens(raw)[0] for raw in found)
+        for number in sorted(own.keys() | theirs.keys()):
+            if own.get(number) != theirs.get(number):
+                return (
+                    f"token {number} is {theirs.get(number)!r} there and {own.get(number)!r} in "
+                    "the policy"
+                )
+    elif rows[0] != rows[1]:
+        return f"it has {rows[1]} tokens, and the policy {rows[0]}"
+    if rows[1] < rows[0]:
+        return f"it has rows for {rows[1]} tokens, and the policy for {rows[0]}"
+    return ""
+
+
+def own_template(directory: Path) -> str:
+    """The chat template of a directory's tokenizer; empty without one."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    return str(_mapping(directory / "tokenizer_config.json").get("chat_template") or "")
+
+
 def _templates(directory: Path) -> str:
     named = _mapping(directory / "tokenizer_config.json").get("chat_template")
     files = [directory / "chat_template.jinja", *directory.glob("additional_chat_templates/*")]

@@ -24,8 +24,8 @@ def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
     Raises `ConfigError` for a directory without a tokenizer, for one with more tokens than the
     model has rows, and for a template that is not there or cannot be used.
     """
-    rollout, directory = config.rollout, model_directory(config.model)
-    tokenizer, rows = load_tokenizer(config.model), read_model_shape(directory).vocabulary
+    rollout, directory = config.rollout, model_directory(config.initial_model)
+    tokenizer, rows = load_tokenizer(config.initial_model), read_model_shape(directory).vocabulary
     check_tokenizer(directory, tokenizer, rows)
     return ChatTokenizer(
         tokenizer,
@@ -53,7 +53,7 @@ def most_running(config: RunConfig, deployment: StageDeployment) -> int:
 
 
 def _engine(config: RunConfig, deployment: StageDeployment) -> Engine:
-    rollout, directory = config.rollout, model_directory(config.model)
+    rollout, directory = config.rollout, model_directory(config.initial_model)
     common: dict[str, Any] = {
         "policy_version": None,
         "dtype": _dtype(rollout),

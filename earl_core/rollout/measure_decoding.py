@@ -62,7 +62,7 @@ async def measure_decoding(
     give_back_free_memory()
     reset_peaks(pids)
     started = time.perf_counter()
-    vocabulary = read_model_shape(Path(config.model.path)).vocabulary
+    vocabulary = read_model_shape(Path(config.initial_model.path)).vocabulary
     prompts = load.prompts(vocabulary, engine.max_model_len)
     try:
         with guarded("rollout", f"decoding {load.requests} sequences of {load.context} tokens"):

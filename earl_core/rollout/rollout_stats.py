@@ -176,18 +176,10 @@ def rollout_metrics(tally: RolloutStats) -> dict[str, float]:
     """Returns, outcomes, turns, contexts (tokens) and finish reasons of the unfailed episodes, and
     what the rollout took: seconds, tokens, tokens/s, memory (bytes)."""
     total = max(tally.episodes, 1)
-    turns = sum(value * count for value, count in tally.turns.items())
     metrics = {
-        "episodes": float(tally.episodes),
-        "samples_per_episode": tally.samples / total,
-        # Of answers to a conversation that does not go on where another one stood.
-        "new_sample_share": (tally.samples - tally.episodes) / max(turns, 1),
+        **shape_metrics(tally),
         "return/mean": tally.returns.mean,
         "return/std": tally.returns.std(),
-        "turns/mean": turns / total,
-        "turns/max": float(max(tally.turns, default=0)),
-        "tokens_per_turn": tally.answered_tokens / max(float(turns), 1.0),
-        **_context_metrics(tally),
     }
     for name, count in outcome_counts(tally).items():
         metrics[f"outcome/{name}"] = count / total
@@ -198,6 +190,22 @@ def rollout_metrics(tally: RolloutStats) -> dict[str, float]:
     for label, part in sorted(tally.parts.items()):
         metrics |= _part_metrics(label, part)
     return metrics | _load_metrics(tally)
+
+
+def shape_metrics(tally: RolloutStats) -> dict[str, float]:
+    """Count the unfailed episodes, their samples, turns and contexts (tokens)."""
+    total = max(tally.episodes, 1)
+    turns = sum(value * count for value, count in tally.turns.items())
+    return {
+        "episodes": float(tally.episodes),
+        "samples_per_episode": tally.samples / total,
+        # Of answers to a conversation that does not go on where another one stood.
+        "new_sample_share": (tally.samples - tally.episodes) / max(turns, 1),
+        "turns/mean": turns / total,
+        "turns/max": float(max(tally.turns, default=0)),
+        "tokens_per_turn": tally.answered_tokens / max(float(turns), 1.0),
+        **_context_metrics(tally),
+    }
 
 
 def _part_metrics(label: str, part: RolloutStats) -> dict[str, float]:

@@ -92,7 +92,7 @@ class RolloutWorker(RunWorker):
         if self._engine is not None:
             return
         self._chat = load_chat_tokenizer(self._config)
-        self._positions = read_model_shape(Path(self._config.model.path)).max_positions
+        self._positions = read_model_shape(Path(self._config.initial_model.path)).max_positions
         engine = build_engine(self._config, self._deployment)
         try:
             await engine.start()

@@ -9,18 +9,20 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import xxhash
 
 from earl_core.config import ConfigError
-from earl_core.run.policy_versions import PolicyVersions
+from earl_core.dispatch.shards.manifest import Manifest, ManifestError, read_manifest
+from earl_core.run.policy_versions import INITIAL_VERSION, PolicyVersions
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import canonical_json, is_regular, read_file, sync
 from earl_core.tensors.errors import CheckpointError
@@ -55,6 +57,54 @@ def best_evaluated(run_directory: Path, returns: Mapping[int, float | None]) -> 
         (mean, version) for version, mean in returns.items() if mean is not None and version in held
     ]
     return held[max(scored)[1]] if scored else None
+
+
+def evaluated(run_directory: Path) -> list[Manifest]:
+    """The sealed evaluations of a run, by ascending policy version; damaged ones are left out."""
+    found: list[Manifest] = []
+    for sealed in sorted((run_directory / "iterations").glob("*/evaluation.json")):
+        with suppress(ManifestError):
+            found.append(read_manifest(sealed))
+    return found
+
+
+def gated_returns(evaluations: Iterable[Manifest], gates: Sequence[str]) -> dict[int, float | None]:
+    """The mean returns of evaluations by policy version, without those that a gate keeps out.
+
+    gates: labels of suites, in which no fewer prompts may pass at the first attempt than the 95 %
+    interval of policy version 0 allows. Without an evaluation of that version nothing is kept out.
+    """
+    found = {each.policy_version: each.metrics for each in evaluations}
+    first = found.get(INITIAL_VERSION, {})
+    least = {label: first.get(f"suite/{label}/pass_at_1/low", -math.inf) for label in gates}
+    return {
+        version: metrics.get("return/mean")
+        for version, metrics in found.items()
+        if all(
+            metrics.get(f"suite/{label}/pass_at_1", -math.inf) >= low
+            for label, low in least.items()
+        )
+    }
+
+
+def best_checkpoint(run_directory: Path, gates: Sequence[str]) -> int:
+    """The whole checkpoint that was evaluated best. gates: as of `gated_returns`.
+
+    Raises `ConfigError` where none was evaluated, or none passes the gates.
+    """
+    evaluations = evaluated(run_directory)
+    found = best_evaluated(run_directory, gated_returns(evaluations, gates))
+    if found is not None:
+        return found
+    if best_evaluated(run_directory, gated_returns(evaluations, ())) is not None:
+        raise ConfigError(
+            f"every evaluated checkpoint of {run_directory} falls behind the first policy in one "
+            f"of the gated suites {', '.join(gates)}: take the `last` one, or the number of one"
+        )
+    raise ConfigError(
+        f"no checkpoint of {run_directory} was evaluated: take the `last` one, or evaluate "
+        "inside the training with evaluation.every"
+    )
 
 
 @contextmanager
@@ -111,7 +161,7 @@ def remove_leftovers(run_directory: Path) -> None:
     for path in (run_directory / "checkpoints").glob(".*"):
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-    for folder in (".", "iterations/*", "checkpoints/*"):
+    for folder in (".", "iterations/*", "checkpoints/*", "weights"):
         for path in run_directory.glob(f"{folder}/.*.tmp"):
             if _ASIDE.fullmatch(path.name) and is_regular(path):
                 path.unlink(missing_ok=True)

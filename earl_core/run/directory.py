@@ -10,7 +10,9 @@ runs/<name>/
   system.jsonl                   how loaded the machine was, while it was tracked
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
+  ancestor/, references/         the weights that it began with, and its teachers
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
+  weights/                       older versions that rollouts to come play, if they are stale
   logs/attempt_1/                worker logs
 """
 
@@ -28,7 +30,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.config import ConfigError, RunConfig, dump_config
-from earl_core.config.run import look_up
+from earl_core.config.stage_keys import look_up
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
@@ -37,6 +39,7 @@ from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.checkpoints import (
     MARKER,
     best_evaluated,
+    gated_returns,
     remove_checkpoint,
     remove_leftovers,
     stable_checkpoints,
@@ -50,6 +53,7 @@ from earl_core.run.record import (
     check_not_copied,
     checked_uid,
     place_of,
+    played_in,
     read_record,
     settings_of,
     write_record,
@@ -77,7 +81,7 @@ class RunDirectory:
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
         self.config = config
-        self.versions = PolicyVersions(path)
+        self.versions = PolicyVersions(path, config.schedule.staleness)
         self._record_lock = threading.Lock()
         self._lock = RunLock(path)
         self._store_lock: FileLock | None = None
@@ -130,8 +134,8 @@ class RunDirectory:
         if "settings" not in self.record:
             return
         before, now = self.record["settings"], settings_of(self.config)
-        different = [part for part in _IDENTITY if look_up(before, part) != look_up(now, part)]
-        if _played(before) != _played(now):
+        different = [part for part in _IDENTITY if _given(before, part) != _given(now, part)]
+        if played_in(before) != played_in(now):
             different.append("environment")
         if different:
             raise ConfigError(
@@ -275,9 +279,9 @@ class RunDirectory:
         return max(self.stable_iterations(), default=-1)
 
     def best_stable(self) -> int | None:
-        """The last iteration before the best evaluation of those whose checkpoint is there."""
-        found = self.evaluations()
-        returns = {each.policy_version: each.metrics.get("return/mean") for each in found}
+        """The last iteration before the best evaluation of those whose checkpoint is there and
+        that no gate keeps out."""
+        returns = gated_returns(self.evaluations(), self.config.gates)
         return best_evaluated(self.path, returns)
 
     def mark_stable(self, iteration: int) -> None:
@@ -289,16 +293,22 @@ class RunDirectory:
         self.release_through(iteration)
 
     def prune_checkpoints(self) -> None:
-        """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, and
-        unfinished ones.
+        """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, those
+        that are still to be evaluated, and unfinished ones.
 
         One that is held (`holding_checkpoint`) goes at the next pruning.
         """
         stable = self.stable_iterations()
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, self.best_stable())
+        kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
         for iteration in stable:
             if iteration not in kept:
                 remove_checkpoint(self.checkpoint_path(iteration))
+
+    def _to_evaluate(self, version: int) -> bool:
+        return (
+            self.config.evaluates(version) and not self.stage_path(version, "evaluation").is_file()
+        )
 
     def release_through(self, iteration: int) -> None:
         """Release the shards that nobody needs once a checkpoint covers this iteration."""
@@ -377,12 +387,12 @@ class RunDirectory:
         self._lock.release()
 
 
-def _played(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings that decide what is played; weights and time limits may change. One
-    environment has no label, and counts its prompts otherwise than a mixture of one."""
-    played = (settings["environment"], *settings["environments"])
-    names = ("label", "name", "agent", "options")
-    return [{name: each[name] for name in names if name in each} for each in played if each]
+def _given(settings: Mapping[str, Any], part: str) -> Any:
+    """Return a setting, of a section the keys that are set: a run may be older than a key."""
+    value = look_up(dict(settings), part)
+    if isinstance(value, Mapping):
+        return {name: each for name, each in value.items() if each is not None}
+    return value
 
 
 def _holds_something(path: Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from earl_core import __version__
 from earl_core.config import RunConfig
+from earl_core.config.model import ModelConfig
 from earl_core.config.yaml_text import read_yaml, write_yaml
 from earl_core.secrets import redact
 from earl_core.system.errors import ConfigError
@@ -27,31 +28,61 @@ _CURVE_ROWS = 12
 
 
 def model_card(
-    config: RunConfig, version: int, label: str, iterations: Sequence[Line], evaluations: list[Line]
+    config: RunConfig,
+    version: int,
+    label: str,
+    iterations: Sequence[Line],
+    evaluations: list[Line],
+    ancestors: Sequence[Line] = (),
 ) -> str:
     """Markdown with the front matter of the model hub.
 
-    version, label: of the policy. iterations, evaluations: all of the run, ascending; those after
-    the policy's version are left out.
+    version, label: of the policy. ancestors: as the run's record has them, the nearest first.
+    iterations, evaluations: all of the run, ascending; those after the policy's version are left
+    out.
     """
     trained = [line for line in iterations if line["iteration"] < version]
     sections = [
-        _front(config),
-        f"# {config.name}\n\n{_summary(config, version, label)}",
+        _front(config, ancestors),
+        f"# {config.name}\n\n{_summary(config, version, label, ancestors)}",
+        _lineage(ancestors),
         _curve(trained),
         _evaluations([line for line in evaluations if line["iteration"] <= version]),
         _reproduce(config),
-        _license(config),
+        _license(config, ancestors),
     ]
     return redact("\n\n".join(section for section in sections if section) + "\n")
 
 
-def _base(config: RunConfig) -> tuple[str, str]:
-    """Name and license of the model that training began with; empty where they are not known."""
-    if config.model.from_hub:
-        return config.model.path, _license_in(Path(config.model.path))
-    known = _KNOWN_BASES.get(config.model.builder or "")
-    return known or ("", _license_in(Path(config.model.path)))
+def _base(config: RunConfig, ancestors: Sequence[Line]) -> tuple[str, str]:
+    """Name and license of the model that training began with, in the first of the runs where there
+    are several; empty where they are not known."""
+    first = _first_model(config, ancestors)
+    if first.from_hub:
+        return first.path, _license_in(Path(first.path))
+    known = _KNOWN_BASES.get(first.builder or "")
+    return known or ("", _license_in(Path(first.path)))
+
+
+def _first_model(config: RunConfig, ancestors: Sequence[Line]) -> ModelConfig:
+    if not ancestors:
+        return config.model
+    first = ancestors[-1]
+    return ModelConfig(**first.get("model", {"path": first["path"]}))
+
+
+def _lineage(ancestors: Sequence[Line]) -> str:
+    """One line for each ancestor, the nearest first."""
+    rows = []
+    for each in ancestors:
+        iteration = each.get("iteration")
+        at = "" if iteration is None else f", its checkpoint of iteration {iteration}"
+        rows.append(f"* `{each['name']}`{at} (digest `{each['digest']}`)")
+    head = (
+        "## Ancestors\n\nTraining began with the weights of the first; each of them began with "
+        "the next:\n"
+    )
+    return "\n".join([head, *rows]) if rows else ""
 
 
 def _license_in(model: Path) -> str:
@@ -65,8 +96,8 @@ def _license_in(model: Path) -> str:
     return str(front.get("license", "")) if isinstance(front, dict) else ""
 
 
-def _front(config: RunConfig) -> str:
-    name, _ = _base(config)
+def _front(config: RunConfig, ancestors: Sequence[Line]) -> str:
+    name, _ = _base(config, ancestors)
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if name:
         front["base_model"] = name
@@ -74,17 +105,21 @@ def _front(config: RunConfig) -> str:
     return f"---\n{write_yaml(front)}---"
 
 
-def _summary(config: RunConfig, version: int, label: str) -> str:
-    name, _ = _base(config)
-    made = f"made by `{config.model.builder}`" if config.model.builder else "as it was given"
-    base = f"`{name or config.model.path}`" + ("" if name else f" ({made})")
+def _summary(config: RunConfig, version: int, label: str, ancestors: Sequence[Line]) -> str:
+    name, first = _base(config, ancestors)[0], _first_model(config, ancestors)
+    made = f"made by `{first.builder}`" if first.builder else "as it was given"
+    base = f"`{name or first.path}`" + ("" if name else f" ({made})")
+    if ancestors:
+        base = f"`{ancestors[0]['name']}`, which goes back to {base},"
     played = sorted({each.played for each in config.played.values()})
     games = ", ".join(f"`{each}`" for each in played)
-    episodes = version * config.rollout.prompts_per_iteration * config.rollout.group_size
+    imitating = version - config.played_before(version)
+    episodes = config.played_before(version) * config.rollout.episodes_per_iteration
     how = (
         f"by {version} iteration{'' if version == 1 else 's'} of {config.iterations}, of "
         f"{config.rollout.prompts_per_iteration} prompts and {config.rollout.group_size} episodes "
         f"a prompt ({episodes:,} episodes)"
+        + (f", the first {imitating} from demonstrations" if imitating else "")
         if version
         else "not at all: this is the model before training"
     )
@@ -149,11 +184,11 @@ def _reproduce(config: RunConfig) -> str:
     )
 
 
-def _license(config: RunConfig) -> str:
-    name, known = _base(config)
+def _license(config: RunConfig, ancestors: Sequence[Line]) -> str:
+    name, known = _base(config, ancestors)
     if known:
         base = f"That of the base model {f'`{name}` ' if name else ''}is `{known}`."
-    elif config.model.builder == _MADE_ANEW:
+    elif _first_model(config, ancestors).builder == _MADE_ANEW:
         base = "The model was trained from no other one."
     else:
         base = "That of the base model is not known here: look it up first."

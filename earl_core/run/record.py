@@ -83,8 +83,8 @@ def check_other_place(run_directory: Path, uid: str, other: Path) -> None:
     raise ConfigError(
         f"{run_directory} is a copy of the run in {other}, and two directories cannot share one "
         f"run's shards and tracking: go on with {other}; or move it away, and the copy takes its "
-        "place; or start a new run from the copy's weights, with another --name and --set "
-        f"model.path={run_directory}/checkpoints/<iteration>/policy"
+        "place; or start a new run from the copy's weights, with another --name and --from "
+        f"{run_directory}"
     )
 
 
@@ -183,11 +183,35 @@ def is_finished(run_directory: Path) -> bool:
         return False
 
 
+def lineage(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The ancestor of a run, its ancestor and so on, by the run's record; empty without one.
+
+    Each with from, name, path and digest, and that of a run with uid, iteration and policy_version.
+    """
+    found = record.get("ancestor")
+    return [dict(found), *found.get("ancestors", ())] if found else []
+
+
+def lineage_names(record: Mapping[str, Any]) -> list[str]:
+    """The ancestors as people call them, such as `tictactoe@12`; the nearest first."""
+    found = lineage(record)
+    steps = ["" if each.get("iteration") is None else f"@{each['iteration']}" for each in found]
+    return [f"{each['name']}{step}" for each, step in zip(found, steps, strict=True)]
+
+
 def write_record(run_directory: Path, record: Mapping[str, Any]) -> None:
     """Write `run.json`; on disk when this returns."""
     content = {"format": FORMAT, **record}
     content["digest"] = _digest(content)
     write_atomic(Path(run_directory) / "run.json", json.dumps(content, indent=1).encode())
+
+
+def played_in(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings that decide what is played; weights and time limits may change. One
+    environment has no label, and counts its prompts otherwise than a mixture of one."""
+    played = (settings["environment"], *settings["environments"])
+    names = ("label", "name", "agent", "options")
+    return [{name: each[name] for name in names if name in each} for each in played if each]
 
 
 def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:

@@ -7,12 +7,12 @@ spill.
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.config.run import KEPT_ANCESTOR, KEPT_REFERENCES
 from earl_core.deployment.stages import STAGES, stage_of
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
@@ -22,7 +22,8 @@ from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpo
 from earl_core.run.policy_versions import INITIAL_VERSION, PolicyVersions
 from earl_core.run.record import read_uid, write_record
 from earl_core.run.run_stores import run_store
-from earl_core.system.files import make_directory, write_atomic
+from earl_core.run.saved_versions import hand_over
+from earl_core.system.files import link_or_copy, make_directory, write_atomic
 
 
 def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted: RunConfig) -> None:
@@ -32,19 +33,27 @@ def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted:
     Raises `ConfigError` when the weights that the iteration starts from are gone.
     """
     make_directory(target, mode=0o700)
+    for folder in (KEPT_ANCESTOR, KEPT_REFERENCES):
+        if (run / folder).is_dir():
+            shutil.copytree(
+                run / folder, target / folder, symlinks=True, copy_function=link_or_copy
+            )
     _copy_checkpoint(run, iteration, target)
     uid = new_uid()
     write_record(target, {"uid": uid, "attempts": 0})
     store = run_store(target, wanted)
-    for stage in ("rollout", "update"):
+    staleness = config.schedule.staleness
+    for back, stage in ((1, "rollout"), (1, "update"), (1 + staleness, "reward")):
         with suppress(ManifestError):
             # Where the environments of a mixture stood, and the policy version that was made.
-            before = _manifest(run, iteration - 1, stage).model_copy(update={"shards": ()})
+            before = _manifest(run, iteration - back, stage).model_copy(update={"shards": ()})
             _seal(target, before, uid)
-    folder = sealed_path(run, iteration, "").parent
+    if staleness:
+        _copy_played(run, config, iteration, target, uid)
+    sealed_here = sealed_path(run, iteration, "").parent.glob("*.json")
     made = {stage.name: stage.makes for stage in STAGES.values()}
     # Those of waves of prompts, too.
-    sealed = sorted(path.stem for path in folder.glob("*.json"))
+    sealed = sorted(path.stem for path in sealed_here)
     for stage in (name for name in sealed if made.get(stage_of(name)) in ("plan", "columns")):
         with suppress(ManifestError, SpillError):
             manifest = _manifest(run, iteration, stage)
@@ -80,15 +89,18 @@ def _copy_checkpoint(run: Path, iteration: int, target: Path) -> None:
     name = f"{maker:06d}"
     source = run / "checkpoints" / name
     with holding_checkpoint(source / MARKER):
-        shutil.copytree(source, target / "checkpoints" / name, copy_function=_link_or_copy)
+        shutil.copytree(source, target / "checkpoints" / name, copy_function=link_or_copy)
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    """Checkpoints are large and never written again."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copyfile(source, target)
+def _copy_played(run: Path, config: RunConfig, iteration: int, target: Path, uid: str) -> None:
+    """Copy the weights that the iteration's rollout plays, where its checkpoint holds newer
+    ones."""
+    versions = PolicyVersions(run, config.schedule.staleness)
+    if (version := versions.played(iteration)) < versions.before(iteration):
+        with suppress(ManifestError):
+            published = _manifest(run, *versions.publication(version))
+            hand_over(published, run, run_store(run, config).directory, target)
+            _seal(target, published, uid)
 
 
 def _copy_shards(run: Path, config: RunConfig, manifest: Manifest, store: ShardStore) -> None:

@@ -158,6 +158,16 @@ def open_file(path: Path, follow_links: bool = False) -> BinaryIO:
     return open(descriptor, "rb")
 
 
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Have `target` be a file of the same bytes; where the file system allows it one that shares
+    them, so only for what is never written again. Symbolic links are followed."""
+    real = os.path.realpath(source)
+    try:
+        os.link(real, target)
+    except OSError:
+        shutil.copyfile(real, target)
+
+
 def remove(path: Path) -> None:
     """Remove a directory with all in it, or whatever else lies there; follows no link.
 

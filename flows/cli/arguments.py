@@ -42,8 +42,9 @@ Checkpoint = Annotated[
     str,
     typer.Option(
         "--checkpoint",
-        metavar="N|last|initial",
-        help="The iteration whose checkpoint is used; initial: the model before training.",
+        metavar="N|last|best|initial",
+        help="The iteration whose checkpoint is used; best: by the run's evaluations; initial: the "
+        "model before training.",
         autocompletion=complete_checkpoint,
     ),
 ]

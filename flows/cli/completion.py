@@ -35,7 +35,7 @@ def complete_checkpoint(context: typer.Context, incomplete: str) -> list[str]:
     places = [place for word in words.split() for place in (Path(word), _directory(context) / word)]
     run = next((place for place in places if (place / "config.yaml").is_file()), Path())
     numbers = sorted(int(p.name) for p in _children(run / "checkpoints") if p.name.isdigit())
-    return [x for x in ["last", "initial", *map(str, numbers)] if x.startswith(incomplete)]
+    return [x for x in ["last", "best", "initial", *map(str, numbers)] if x.startswith(incomplete)]
 
 
 def _runs(context: typer.Context) -> list[str]:

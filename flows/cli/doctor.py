@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 from earl_core.config import RunConfig, load_config
+from earl_core.control.ancestor import beginning
 from earl_core.system.errors import EarlError
 from earl_core.system.finding import Finding, Level, refused
 from flows.cli.checks.configuration import check_configuration, precision
@@ -34,19 +36,23 @@ def doctor(config: str | None) -> int:
 def examine(config: str | None) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Topics and their findings; with a run file, what it needs as well."""
     settings: RunConfig | None = None
+    begins: RunConfig | None = None
     of_file: Iterable[Finding] = ()
     if config is not None:
         try:
             settings = load_config(config)
             run = Path(settings.runs_directory) / settings.name
             settings, slow = precision(settings, run)
+            begins = settings
+            with suppress(EarlError):  # the run file's part says it
+                begins = beginning(settings)
             of_file = chain(check_configuration(settings), slow)
         except EarlError as error:
             of_file = [refused(error)]
     yield "Versions", check_packages(settings)
     runs = Path(settings.runs_directory if settings else "runs")
     yield "Machine", check_machine(runs)
-    yield "Shared memory", check_shared_memory(settings)
+    yield "Shared memory", check_shared_memory(begins)
     yield "Services", check_services(os.environ, runs)
     if settings is not None and settings.cluster.backend != "local":
         yield "Hosts", check_hosts(settings)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from earl_core.config import ConfigError
 from earl_core.control.policy_player import find_checkpoint
-from earl_core.run.checkpoints import best_evaluated
 from earl_core.run.export import check_target, export_policy
 from earl_core.run.model_card import model_card
-from earl_core.run.record import stored_config
-from flows.cli.found_runs import evaluated, evaluations_of, find_run, iterations_of
+from earl_core.run.record import lineage, read_record, stored_config
+from flows.cli.found_runs import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console
 
 
@@ -21,31 +20,16 @@ def export(run: str, runs_directory: str, to: str, checkpoint: str, output: Path
     path = find_run(run, runs_directory)
     config = stored_config(path)
     evaluations = evaluations_of(path)
-    which = best(path) if checkpoint == "best" else checkpoint
     target = output or path / "export" / checkpoint
     check_target(target)
-    found = find_checkpoint(path, config, which)
+    found = find_checkpoint(path, config, checkpoint)
     console = make_console()
     for text in found.damaged:
         console.print(text, style="yellow", highlight=False)
-    card = model_card(config, found.version, found.label, iterations_of(path), evaluations)
+    lines, ancestors = iterations_of(path), lineage(read_record(path))
+    card = model_card(config, found.version, found.label, lines, evaluations, ancestors)
     files = export_policy(found.policy, found.marker, target, card)
     console.print(f"{target}: {found.label} of {config.name}", highlight=False)
     console.print(f"  {', '.join(files)}", highlight=False)
     console.print(f'  AutoModelForCausalLM.from_pretrained("{target}") loads it', highlight=False)
     console.print("  README.md names no license: put yours in", highlight=False)
-
-
-def best(path: Path) -> str:
-    """The iteration with the best evaluated checkpoint that is still there, as a text.
-
-    Raises `ConfigError` where none was evaluated.
-    """
-    returns = {each.policy_version: each.metrics.get("return/mean") for each in evaluated(path)}
-    found = best_evaluated(path, returns)
-    if found is None:
-        raise ConfigError(
-            f"no checkpoint of {path} was evaluated: export the `last` one, or evaluate inside the "
-            "training with evaluation.every"
-        )
-    return str(found)

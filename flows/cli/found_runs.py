@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
-from earl_core.dispatch import Manifest, ManifestError, read_manifest
+from earl_core.run.checkpoints import evaluated
 from earl_core.run.record import RunDamaged, read_lines, read_record
 from earl_core.system.errors import ConfigError
 from tasks.reports.lines import Line
@@ -30,17 +29,8 @@ def iterations_of(path: Path) -> list[Line]:
     return [latest[number] for number in sorted(latest)]
 
 
-def evaluated(path: Path) -> list[Manifest]:
-    """The sealed evaluations of a run, by ascending policy version; damaged ones are left out."""
-    found: list[Manifest] = []
-    for sealed in sorted((path / "iterations").glob("*/evaluation.json")):
-        with suppress(ManifestError):
-            found.append(read_manifest(sealed))
-    return found
-
-
 def evaluations_of(path: Path) -> list[Line]:
-    """A line for each of them."""
+    """A line for each sealed evaluation, by ascending policy version."""
     return [{"iteration": each.iteration, **each.metrics} for each in evaluated(path)]
 
 

@@ -110,7 +110,7 @@ def _run_state(path: Path) -> dict[str, Any]:
     lines = iterations_of(path)
     done = lines[-1]["iteration"] + 1 if lines else 0
     state = state_of(path)
-    stages = [stage.name for stage in taking_part(config)]
+    stages = [stage.name for stage in taking_part(config, config.imitates(done))]
     folder = path / "iterations" / f"{done:06d}"
     ahead = [name for name in stages if not (folder / f"{name}.json").is_file()]
     return {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.control.ancestor import beginning
 from earl_core.control.worker_groups import preload_ranks
 from earl_core.models.smollm2 import gguf_file
 from earl_core.run.lock import in_use, is_locked
@@ -24,9 +26,21 @@ from flows.cli.found_runs import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console, resolved_table
 
 
-def train(config: str, overrides: list[str], show: Show) -> None:
-    """Start the run of a configuration file, or go on with it."""
-    _train(load_config(config, overrides), config, overrides, show)
+def train(config: str, overrides: list[str], show: Show, start: str | None = None) -> None:
+    """Start the run of a configuration file, or go on with it.
+
+    start: what a new run begins from, as `model.from` says; none may be there then.
+    """
+    if start is not None:
+        overrides = [*overrides, f"model.from={json.dumps(start, ensure_ascii=False)}"]
+    settings = load_config(config, overrides)
+    run = Path(settings.runs_directory) / settings.name
+    if start is not None and (run / "run.json").is_file():
+        raise ConfigError(
+            f"the run {run} exists already, and --from begins a new one",
+            remedy=f"choose another --name, or go on with it: earl resume {shell_name(run)}",
+        )
+    _train(settings, config, overrides, show)
 
 
 def demo(overrides: list[str], show: Show) -> None:
@@ -105,8 +119,9 @@ def preflight(settings: RunConfig, run: Path) -> None:
     Raises `ConfigError` or `InUse`. The controller checks again, and
     more: this is the part that takes no rank.
     """
+    settings = beginning(settings)
     parts = [configuration.places, configuration.references]
-    parts += [configuration.model, configuration.stages]
+    parts += [configuration.model, configuration.teachers, configuration.stages]
     # The hosts of a cluster may have packages that this one lacks; the controller asks them.
     if settings.cluster.backend == "local":
         parts.append(configuration.environment)

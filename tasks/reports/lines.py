@@ -28,6 +28,9 @@ _LIMITS = {
 
 _LONG = 1e6
 
+_IMITATED = "demonstrate/episodes"
+"""The metric that iterations have that imitate."""
+
 
 def signed(value: float | None, places: int) -> str:
     """The value with its sign, or nothing; long numbers in four digits and an exponent."""
@@ -82,6 +85,7 @@ def iteration_text(line: Line) -> str:
         _return_text(line),
         *(f"{name} {100 * shares[name]:.0f} %" for name in outcome_names([line])),
         *_limit_texts(line),
+        shown(line, "update/loss", "imitation loss {:.3f}") if _IMITATED in line else "",
         shown(line, "rollout/context/mean", "context {:.0f}"),
         shown(line, "rollout/context/max", "max {:.0f}"),
         shown(line, "rollout/tokens_per_second", "rollout {:,.0f} tokens/s"),

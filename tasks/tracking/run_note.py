@@ -36,7 +36,7 @@ def run_note(run: RunDirectory) -> str:
 def _what(run: RunDirectory) -> str:
     config = run.config
     played = ", ".join(f"`{each.played}`" for each in config.played.values())
-    model = Path(config.model.path).name
+    model = Path(config.model.shown).name
     return (
         f"**{model}** learns {played}: {plural(config.iterations, 'iteration')} of {config.name}."
     )

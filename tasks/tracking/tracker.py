@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from earl_core.config import RunConfig
 from earl_core.control.run_controller import Status
 from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
-from earl_core.run.record import flat
+from earl_core.run.record import flat, lineage, lineage_names
 from earl_core.secrets import redact
 from earl_core.system.import_path import installed
 from tasks.tracking import mlflow_client
@@ -207,6 +207,7 @@ class Tracker:
             mlflow = open_mlflow_run(self._uri, experiment, run.config.name, run.uid, known)
             tags = _tags(run.path, run.uid, self._hardware)
             tags["earl.attempt"] = str(run.attempt)
+            tags |= _lineage_tags(run.record)
             return mlflow, mlflow.describe(_parameters(run.config), tags)
 
         mlflow, tags = self._call(connect)
@@ -312,6 +313,20 @@ def _parameters(config: RunConfig) -> dict[str, str]:
     return {
         name: json.dumps(value) if isinstance(value, Mapping | list) else str(value)
         for name, value in flat(config.model_dump(mode="json"))
+    }
+
+
+def _lineage_tags(record: Mapping[str, Any]) -> dict[str, str]:
+    """Tag the run with its ancestor, if it has one, and with the ancestors of that."""
+    names = lineage_names(record)
+    if not names:
+        return {}
+    nearest = lineage(record)[0]
+    return {
+        "earl.ancestor": names[0],
+        "earl.ancestor.digest": nearest["digest"],
+        "earl.ancestor.uid": str(nearest.get("uid", "")),
+        "earl.ancestors": ", ".join(names),
     }
 
 

@@ -51,7 +51,8 @@ def test_the_shell_completes_recipes_runs_and_checkpoints(fresh_earl: Earl) -> N
     (fresh_earl.directory / "runs/mine/config.yaml").write_text("name: mine\n")
     assert "tictactoe_tiny" in complete(fresh_earl, "earl train tictactoe")
     assert complete(fresh_earl, "earl resume ") == ["mine"]
-    assert complete(fresh_earl, "earl evaluate mine --checkpoint ") == ["last", "initial", "7"]
+    chosen = complete(fresh_earl, "earl evaluate mine --checkpoint ")
+    assert chosen == ["last", "best", "initial", "7"]
 
 
 def complete(earl: Earl, line: str) -> list[str]:

@@ -18,7 +18,7 @@ from earl_core.algorithms.advantages import GroupRelative, Reinforce
 from earl_core.algorithms.policy_losses import LossInputs, PolicyLoss
 from earl_core.config import ConfigError, dump_config, load_config, parse_config
 from earl_core.config.load import RECIPES
-from earl_core.config.run import stage_key
+from earl_core.config.stage_keys import stage_key
 from earl_core.config.table import resolved_rows
 
 MINIMAL = {
@@ -81,6 +81,23 @@ class OwnLoss(PolicyLoss):
             "OwnEstimator' does not compare the episodes of a group",
         ),
         (with_(rollout__max_waves=0), "rollout.max_waves"),
+        (
+            with_(
+                rollout__alike_groups="replace",
+                environment=None,
+                environments=[
+                    {"name": "tic_tac_toe"},
+                    {
+                        "name": "connect_four",
+                        "label": "old",
+                        "reward_weight": 0.0,
+                        "kl": {"coefficient": 0.1},
+                    },
+                ],
+                algorithm={"kl": {"placement": "loss"}},
+            ),
+            "no episode of the environment 'old' gets a reward, so all of its groups would leave",
+        ),
         (with_(rollout__top_p=0.9), "top_p must stay 1.0"),
         (with_(rollout__top_k=5), "top_k must stay 0"),
         (with_(rollout__temperature=0), "rollout.temperature"),
@@ -205,7 +222,7 @@ def test_keys_of_stages_without_alike_groups_stay() -> None:
         return [stage_key(config, "uid", 1, name, []) for name in names]
 
     kept = keys()
-    assert kept == keys(rollout__max_waves=7) == keys(rollout__alike_groups="keep")
+    assert kept == keys(rollout__max_waves=3, rollout__alike_groups="keep")
     dropped, replaced = keys(rollout__alike_groups="drop"), keys(rollout__alike_groups="replace")
     assert len({kept[0], dropped[0], replaced[0]}) == 3
     assert kept[1:] == dropped[1:] == replaced[1:]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from earl_core.config import ConfigError, RunConfig, load_config, parse_config
-from earl_core.config.run import stage_key
+from earl_core.config.stage_keys import stage_key
 from earl_core.config.table import resolved_rows
 from tests.config.test_config import with_
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import load_config, parse_config
-from earl_core.config.run import RunConfig, stage_key
+from earl_core.config.run import RunConfig
+from earl_core.config.stage_keys import stage_key
 from earl_core.deployment.stages import STAGE_SETTINGS, rounds, taking_part
 
 KNOWN = Path(__file__).with_name("stage_keys.json")
@@ -58,6 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
             ],
         }
     },
+    "imitation": {"imitation": {"data": "chats.jsonl", "iterations": 4}},
     "layouts": {
         "stages": {
             "placement": "separate",
@@ -81,7 +83,11 @@ def configs() -> dict[str, RunConfig]:
 def keys() -> dict[str, dict[str, str]]:
     inputs = ["0" * 32, "f" * 32]
     return {
-        name: {stage: stage_key(config, "uid", 3, stage, inputs) for stage in STAGE_SETTINGS}
+        name: {
+            stage: stage_key(config, "uid", 3, stage, inputs)
+            for stage in STAGE_SETTINGS
+            if stage != "demonstrate" or config.imitation
+        }
         for name, config in configs().items()
     }
 
@@ -91,11 +97,12 @@ def reads() -> dict[str, dict[str, list[str]]]:
 
     return {
         name: {
-            stage.name: list(stage.sources(config))
-            for stages in rounds(taking_part(config))
+            stage.name: list(stage.sources(config, imitates))
+            for stages in rounds(taking_part(config, imitates))
             for stage in stages
         }
         for name, config in configs().items()
+        for imitates in [config.imitates(3)]
     }
 
 

@@ -16,7 +16,7 @@ from earl_core.experience.alike_groups import (
     left_out_rows,
     next_wave,
 )
-from earl_core.trajectory.schema import REWARD_SCHEMA, SAMPLE_BITS
+from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, SAMPLE_BITS
 from tests.columns import copied_rows, list_column
 
 
@@ -72,12 +72,10 @@ def test_rows_of_other_episodes_are_left_out(tmp_path: Path) -> None:
     rows = [5 << SAMPLE_BITS, 5 << SAMPLE_BITS | 1, 6 << SAMPLE_BITS, 9 << SAMPLE_BITS]
     columns = {
         "sample_id": np.array(rows),
-        "reward": np.zeros(4, np.float32),
-        "scores": ["{}"] * 4,
-        "turn_totals": list_column([np.zeros(1, np.float32)] * 4),
+        "advantages": list_column([[0.0]] * 4, "float32"),
     }
     entry = store.publish(
-        stage="rollout", iteration=0, rank=0, schema=REWARD_SCHEMA, rows=copied_rows(columns)
+        stage="rollout", iteration=0, rank=0, schema=ADVANTAGE_SCHEMA, rows=copied_rows(columns)
     )
     rollout = Manifest(
         run="r", iteration=0, stage="rollout", key="k", policy_version=0, shards=(entry,)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.config.model import ModelConfig
-from earl_core.models.hub import needed_files
+from earl_core.pretrained.model_directory import needed_files
 from tests.cli.conftest import Earl
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -228,11 +228,18 @@ def evaluate(run: RunDirectory, iteration: int, **metrics: float) -> None:
     )  # fmt: skip
 
 
-def learn(run: RunDirectory, tracker: Tracker, policy: Path, iteration: int, value: float) -> None:
+def learn(
+    run: RunDirectory,
+    tracker: Tracker,
+    policy: Path,
+    iteration: int,
+    value: float,
+    **metrics: float,
+) -> None:
     """An iteration with a checkpoint, whose policy is evaluated."""
     shutil.copytree(policy, run.checkpoint_path(iteration) / "policy")
     finish(run, None, iteration)
-    evaluate(run, iteration + 1, **{"return/mean": value})
+    evaluate(run, iteration + 1, **{"return/mean": value, **metrics})
     run.prune_checkpoints()
     tracker.changed()
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.tracking.conftest import Runs, learn
+from earl_core.config import ConfigError
+from earl_core.run.checkpoints import best_checkpoint
+from tests.tracking.conftest import Runs, evaluate, learn
 
 
 def test_transformers_loads_what_is_registered(runs: Runs, policy: Path) -> None:
@@ -37,6 +40,30 @@ def test_transformers_loads_what_is_registered(runs: Runs, policy: Path) -> None
     assert versions == {"4", None}, "what is not of the run stays"
     aliases = client.get_registered_model("first").aliases
     assert aliases["best"] == aliases["last"]
+
+
+def test_a_gate_keeps_out_what_has_forgotten(runs: Runs, policy: Path) -> None:
+    suites = [
+        {"name": "tictactoe", "label": "first", "gate": True},
+        {"name": "tictactoe", "label": "other"},
+    ]
+    run = runs.run(evaluation={"every": 1, "suites": suites})
+    tracker = runs.tracker(run)
+    began = {"suite/first/pass_at_1/low": 0.6, "suite/other/pass_at_1/low": 0.6}
+    evaluate(run, 0, **{"return/mean": 0.0, **began})
+    rates = (0.7, 0.59, 0.6, 0.3)
+    for iteration, (value, rate) in enumerate(zip((0.1, 0.9, 0.5, 1.0), rates, strict=True)):
+        passed = {"suite/first/pass_at_1": rate, "suite/other/pass_at_1": 0.0}
+        learn(run, tracker, policy, iteration, value, **passed)
+    tracker.close()
+    assert run.best_stable() == best_checkpoint(run.path, run.config.gates) == 2
+    assert best_checkpoint(run.path, ()) == 3
+    client = MlflowClient(tracking_uri=tracker.uri)
+    assert client.get_model_version_by_alias("first", "best").tags["iterations"] == "3"
+    evaluate(run, 0, **{"return/mean": 0.0, "suite/first/pass_at_1/low": 0.9})
+    assert run.best_stable() is None
+    with pytest.raises(ConfigError, match="falls behind the first policy in one of the gated"):
+        best_checkpoint(run.path, run.config.gates)
 
 
 def test_a_name_that_another_run_has(runs: Runs, policy: Path) -> None:

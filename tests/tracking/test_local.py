@@ -28,6 +28,10 @@ def artifact(client: MlflowClient, run_id: str, path: str) -> str:
 
 def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
     run = runs.run()
+    older = {"name": "older", "digest": "1" * 32}
+    run.update_record(
+        ancestor={"name": "old", "iteration": 2, "digest": "0" * 32, "ancestors": [older]}
+    )
     tracker = runs.tracker(run)
     for iteration in range(3):
         finish(run, tracker, iteration, entropy=1.5, nothing=math.nan)
@@ -48,6 +52,9 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert parameters["environment.name"] == "tictactoe"
     assert tags["earl.uid"] == run.uid
     assert tags["hardware.cpu_cores"] == "2"
+    assert tags["earl.ancestor"] == "old@2"
+    assert tags["earl.ancestor.digest"] == "0" * 32
+    assert tags["earl.ancestors"] == "old@2, older"
     assert {"version.mlflow", "version.torch", "version.python"} <= set(tags)
     assert tags["checkpoint"] == str(run.checkpoint_path(2).resolve())
     assert tags["plan.rollout"] == "the only candidate"

@@ -14,12 +14,11 @@ import re
 import stat
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
-from earl_core.environments.rewards.usable_rows import RowRules
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_package
 
@@ -39,6 +38,18 @@ _MOST_UNKNOWN = 4 << 30
 _AT_ONCE = 1000
 """Lines that are parsed together."""
 _PIECE = 16 << 20
+
+
+class RowRules(Protocol):
+    """The properties that each row must have."""
+
+    def fault(self, row: Mapping[str, Any]) -> str:
+        """Return the fault of a row, "" for none."""
+        ...
+
+    def suspects(self, table: Any) -> Sequence[int] | None:
+        """Rows of an Arrow table among which are all that have a fault; None: look at all."""
+        ...
 
 
 class Rows(Protocol):
@@ -76,7 +87,7 @@ def read_rows(path: str, split: str | None, rules: RowRules, leave_out: bool = F
         raise
     except Exception as error:
         raise ConfigError(
-            f"the prompts at {path!r} cannot be read: {type(error).__name__}: {error}",
+            f"the data set {path!r} cannot be read: {type(error).__name__}: {error}",
             remedy="check the path",
         ) from error
     rows = DataSet([part for part in parts if len(part)])
@@ -251,7 +262,7 @@ def _open(files: Any, root: str, path: str, split: str | None) -> list[Rows]:
         _chosen([], split, path)
         names = [root]
     if not names:
-        raise ConfigError(f"the option path is {path!r}, where no .jsonl or .parquet file lies")
+        raise ConfigError(f"{path!r} holds no .jsonl or .parquet file")
     return [_read(files, name) for name in _of_split(sorted(names), root, path, split)]
 
 
@@ -280,7 +291,7 @@ def _read(files: Any, name: str) -> Rows:
     kind = _format(name)
     if kind is None:
         raise ConfigError(
-            f"the option path names {name!r}: name files that end in .jsonl or .parquet, or a "
+            f"{name!r} has no known format: name files that end in .jsonl or .parquet, or a "
             "directory that datasets saved"
         )
     _check_regular(files, name)
@@ -299,7 +310,7 @@ def _read(files: Any, name: str) -> Rows:
 def _check_regular(files: Any, name: str) -> None:
     """Raise ConfigError for what a local path names and is no file: a FIFO is waited for."""
     if _local(files) and not stat.S_ISREG(os.stat(name).st_mode):
-        raise ConfigError(f"{name} is no regular file", remedy="name one in the option path")
+        raise ConfigError(f"{name} is no regular file", remedy="name one")
 
 
 def _grown(size: int) -> int:

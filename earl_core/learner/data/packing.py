@@ -30,7 +30,10 @@ Allocate = Callable[[int, str], np.ndarray]
 _KEYS_PER_TOKEN = 16
 
 # Per-token columns that follow the trained tokens into the pack when they are there.
-_COLUMNS = ("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs", "current")
+_COLUMNS = (
+    *("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs", "current"),
+    "kl_coefficient",
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class TrainingSample:
     reference_logprobs under the frozen policy, old_logprobs under the trainer before its first
     step. None: not known, and not needed by the caller. current: uint8 [L], 1 on tokens that the
     policy about to be updated sampled, 0 on an older one's; None: no older one's are among them.
+    kl_coefficient: None where it is equal for all samples of a batch.
     """
 
     tokens: np.ndarray
@@ -51,6 +55,7 @@ class TrainingSample:
     reference_logprobs: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     current: np.ndarray | None = None
+    kl_coefficient: np.ndarray | None = None
     episode_id: int = 0
     group_id: int = 0
     sample_id: int = 0
@@ -63,6 +68,14 @@ class TrainingSample:
                     f"Sample {self.sample_id} has {len(self.tokens)} tokens but {len(column)} "
                     f"values of {name}: give every column of a sample the same length."
                 )
+
+
+FILLER = TrainingSample(
+    tokens=np.zeros(2, dtype=np.int32),
+    loss_mask=np.array([0, 1], dtype=np.uint8),
+    rollout_logprobs=np.zeros(2, dtype=np.float32),
+)
+"""The sample that a rank computes, times nothing, where others have a microbatch more than it."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ _VERSIONS = ("turn_starts", "policy_version_first", "policy_version_last")
 TRAINED = (*SCORED, *_VERSIONS, "advantages", "reference_logprobs")
 """Columns of a sample that is trained on; the reference's only where there is one."""
 
+LABEL = "environment"
+"""Column of the environment's label, read where environments differ."""
+
 Split = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(sample_id, group_id) of all rows → the number of the part of each; all int64."""
 
@@ -163,11 +166,13 @@ def training_samples(
     batch: Batch,
     old_logprobs: Sequence[np.ndarray] | None = None,
     policy_version: int | None = None,
+    kl_coefficient: Callable[[str], float] | None = None,
 ) -> list[TrainingSample]:
     """One `TrainingSample` per row; its arrays are read-only views that must go before the batch.
 
     Columns that the batch does not have are None. old_logprobs: one array per row. policy_version:
-    which tokens are the current policy's; None: nobody asks.
+    which tokens are the current policy's; None: nobody asks. kl_coefficient: of an environment's
+    episodes, by its label; None: it is equal for all.
     """
     there = set(batch.names())
     current = None
@@ -175,6 +180,9 @@ def training_samples(
         current = _current_tokens(batch, policy_version)
     episodes = batch.scalars("episode_id")
     groups = batch.scalars("group_id")
+    charged = None
+    if kl_coefficient is not None:
+        charged = [np.float32(kl_coefficient(label)) for label in batch.strings("environment")]
     return [
         TrainingSample(
             tokens=batch.row("tokens", row),
@@ -182,6 +190,9 @@ def training_samples(
             rollout_logprobs=batch.row("rollout_logprobs", row),
             old_logprobs=None if old_logprobs is None else old_logprobs[row],
             current=None if current is None else current[row],
+            kl_coefficient=None
+            if charged is None
+            else np.full(len(batch.row("tokens", row)), charged[row]),
             episode_id=int(episodes[row]),
             group_id=int(groups[row]),
             sample_id=int(batch.rows[row]),
@@ -217,12 +228,13 @@ class Minibatch:
 
     rows: indices into the update's samples, those of this rank; none where all are skipped.
     totals: its trained tokens, and episodes with any, over all ranks. token_counts: trained tokens
-    of each of its episodes over all its samples.
+    of each of its episodes over all its samples. iteration: the update's, from 0.
     """
 
     rows: tuple[int, ...]
     totals: Totals
     token_counts: dict[int, int]
+    iteration: int
 
 
 def sample_table(samples: Sequence[TrainingSample]) -> np.ndarray:
@@ -280,5 +292,5 @@ def split_table(
             mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
             out = int(trained[rows[rows >= len(table) - skipped]].sum())
             totals = Totals.from_token_counts(counts.values(), out)
-            minibatches.append(Minibatch(tuple(mine.tolist()), totals, counts))
+            minibatches.append(Minibatch(tuple(mine.tolist()), totals, counts, iteration))
     return minibatches

@@ -69,6 +69,8 @@ class ChatTokenizer:
         self._tool_format = tool_format
         self.vocabulary = rows or len(tokenizer)
         """Number of tokens that the policy may sample."""
+        self.unknown_token: int | None = tokenizer.unk_token_id
+        """What stands for characters that the vocabulary lacks, if it has such a token."""
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         texts_end = tuple(dict.fromkeys([*own, *eos_token_ids]))
         self._special = SpecialTokens(tokenizer, self._template.written, _MARK, texts_end)

@@ -20,6 +20,7 @@ from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_m
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import Memory, TrainingNeeds, gib, kv_bytes_per_token
 from earl_core.selector.model.roofline import Load, Roofline
+from earl_core.selector.model.scoring import Scoring
 from earl_core.selector.profile.profile_table import (
     Common,
     Correction,
@@ -96,8 +97,12 @@ class Predictor:
         self.roofline = roofline or Roofline(
             self.shape, device_of(self.hardware), self.hardware, self._value
         )
+        held = given.reference_models or (self.shape,)
+        self._scoring = Scoring(held, self.hardware, self._value, roofline)
         self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
+        seen = given.statistics
+        self._ahead = {each: computed_load(seen, each, self.ahead, min) for each in SELECTABLE}
         # Before anything was played the load is a guess from what engines are first built for.
         expected = self.ahead.longest if given.statistics.context_max else 0.0
         self.max_model_len, self.length_reason = model_length(given, expected)
@@ -109,10 +114,8 @@ class Predictor:
         self._commons: dict[str, Common] = {}
         self._correctors = {stage: given.calibration.corrector(stage) for stage in SELECTABLE}
         self._starving: dict[str, float] = {}
-        fraction = given.selector.memory_fraction
-        self._budgets = {
-            stage: self.memory.budget(fraction, self._reserved(stage)) for stage in SELECTABLE
-        }
+        budget = partial(self.memory.budget, given.selector.memory_fraction)
+        self._budgets = {stage: budget(self._reserved(stage)) for stage in SELECTABLE}
         self._peaks: dict[StageDeployment, float] = {}
         self._engines: dict[tuple[int, float, Load], Memory] = {}
         self.forbidden = frozenset(self._forbidden())
@@ -170,8 +173,10 @@ class Predictor:
             compiled=self.given.update.compiles(self.hardware.gpus > 0),
             answered=min(1.0, load.generated / load.context),
         )
-        model = self.memory.scoring if STAGES[candidate.stage].scores else self.memory.training
-        return model(self._filled(candidate, load), load.longest, needs).total
+        filled = self._filled(candidate, load)
+        if STAGES[candidate.stage].scores:
+            return self._scoring.peak(filled, load.longest, needs)
+        return self.memory.training(filled, load.longest, needs).total
 
     def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
         """Limit a microbatch to the tokens that a rank has of a minibatch: a budget that is never
@@ -190,15 +195,11 @@ class Predictor:
         """Ranks whose peaks add up in one budget: on a CPU all of the stage."""
         return candidate.ranks if self.memory.shared else 1
 
-    def computed(self, candidate: StageDeployment, load: Load) -> Load:
-        """Return the most of a load that the stage computes."""
-        return computed_load(self.given.statistics, candidate.stage, load, min)
-
     def stage_peak(self, candidate: StageDeployment) -> float:
         """The peak at the end of the forecast, which `budget` is for: calibrated, of one device, on
         a CPU of all the stage's processes."""
         if candidate not in self._peaks:
-            peak = self.peak(candidate, self.computed(candidate, self.ahead))
+            peak = self.peak(candidate, self._ahead[candidate.stage])
             self._peaks[candidate] = peak * self.sharers(candidate)
         return self._peaks[candidate]
 
@@ -240,7 +241,7 @@ class Predictor:
         return least < math.inf and self._grows(candidate) and self._formula(candidate) >= least
 
     def _formula(self, candidate: StageDeployment) -> float:
-        ahead = self.computed(candidate, self.ahead)
+        ahead = self._ahead[candidate.stage]
         return self.sharers(candidate) * self.formula_peak(candidate, ahead)
 
     def _grows(self, candidate: StageDeployment) -> bool:
@@ -273,7 +274,7 @@ class Predictor:
         factor, measured = self.correction(candidate)(load.context, float(load.episodes))
         problem = self._refused(candidate, load.context, float(load.episodes))
         if not problem and peak > budget:
-            ahead = self.computed(candidate, self.ahead)
+            ahead = self._ahead[candidate.stage]
             filled = self._filled(candidate, ahead).max_tokens_per_microbatch
             tokens = max(filled, round(self.ahead.longest))
             short = self._short_of(candidate.stage, peak, budget)
@@ -287,9 +288,9 @@ class Predictor:
         """The roofline's, of an update or of scoring alone."""
         update, only = self.given.update, STAGES[candidate.stage].scores
         steps = update.epochs * update.minibatches
-        epochs = 1 if only else update.epochs
-        value = 2 if update.mixed else 4
-        return self.roofline.training_seconds(candidate, load, epochs, steps, only, value)
+        epochs, value = 1 if only else update.epochs, 2 if update.mixed else 4
+        model = self._scoring if only else self
+        return model.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
         """Return the reason why a host of GPUs cannot hold the state that its ranks leave there for
@@ -321,7 +322,6 @@ class Predictor:
                 f"one sequence of {needed:,.0f} tokens needs {gib(needed * token)} of keys and "
                 f"values on each device, and beside the weights {gib(capacity * token)} are left"
             )
-        # The waves of an iteration follow each other, each of about as many prompts.
         waves = fmean(self.given.statistics.played_share or (1.0,))
         seconds = waves * self.roofline.rollout_seconds(candidate, load, rate)
         filled = offered * load.context / capacity if capacity > 0 else math.inf

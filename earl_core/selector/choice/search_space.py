@@ -106,7 +106,8 @@ def _training(predictor: Predictor, stage: str) -> Offers:
     asked = given.update.tokens_per_microbatch(predictor.hardware.gpus > 0)
     larger, smaller = _sizes(predictor, asked)
     episodes = predictor.now.episodes
-    meshes, out = training_candidates(stage, predictor.shape, predictor.hardware, episodes, asked)
+    shape = given.shape_of(stage)
+    meshes, out = training_candidates(stage, shape, predictor.hardware, episodes, asked)
     # On a CPU there is one mesh; the many of GPUs would make too many candidates.
     tried = smaller if predictor.memory.shared else smaller[:1]
     least = given.update.activation_checkpointing if stage == "update" else "none"
@@ -151,7 +152,8 @@ def _less_at_a_time(
 
 
 def _fallbacks(predictor: Predictor, candidate: StageDeployment) -> Iterator[StageDeployment]:
-    chunk = logits_chunk(predictor.shape.vocabulary, gpu=not predictor.memory.shared)
+    shape = predictor.given.shape_of(candidate.stage)
+    chunk = logits_chunk(shape.vocabulary, gpu=not predictor.memory.shared)
     saved = predictor.stage_peak(candidate) - predictor.stage_peak(
         candidate._replace(logits_chunk_tokens=chunk)
     )

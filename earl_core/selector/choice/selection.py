@@ -79,7 +79,8 @@ class SelectionInput(Settings):
 
     attempt: how often the iteration's choice was made before, because a stage was infeasible.
     current: the plan that the running worker groups follow. forbidden: what ran out of memory in
-    this run. reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU
+    this run. reference_models: those that the reference stage holds; none: the model itself.
+    reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU
     hosts, where nothing is given back between stages, else of a GPU, where sleepers keep their
     libraries; what is not there was not measured. context_overflow: the most tokens that an engine
     of this run was built too small for.
@@ -117,6 +118,7 @@ class SelectionInput(Settings):
     needs_reference: bool = False
     hardware: Hardware
     model: ModelShape
+    reference_models: tuple[ModelShape, ...] = ()
     statistics: Statistics = Statistics()
     current: DeploymentPlan | None = None
     selector: SelectorConfig = SelectorConfig()
@@ -135,6 +137,11 @@ class SelectionInput(Settings):
         sections = ("rollout", "experience", "update", "stages", "needs_reference", "selector")
         own = {name: getattr(config, name) for name in sections}
         return cls(**{**own, "hardware": hardware, "model": model, **seen})
+
+    def shape_of(self, stage: str) -> ModelShape:
+        """The model that a stage computes with; the largest where it holds several."""
+        held = self.reference_models if STAGES[stage].scores else ()
+        return max(held, key=lambda each: each.parameters, default=self.model)
 
     def configured(self) -> tuple[StageDeployment, StageDeployment]:
         """Deployments of rollout and update that the configuration names for the iteration."""

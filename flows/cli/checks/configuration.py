@@ -15,13 +15,15 @@ from pathlib import Path
 from earl_core.config import RunConfig, check_references
 from earl_core.config.code import named_code
 from earl_core.config.feasibility import check_devices, check_stages
+from earl_core.control.ancestor import beginning
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
+from earl_core.control.teachers import check_teachers, find_teachers
 from earl_core.environments.hosting.check import check_environments
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.lock import is_locked
-from earl_core.system.errors import ConfigError
+from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.finding import Finding, refused
 from earl_core.system.import_path import only_looks
 from earl_core.system.outside import read_text
@@ -32,7 +34,12 @@ from tasks.tracking.mlflow_client import default_database
 def check_configuration(config: RunConfig) -> Iterator[Finding]:
     """Everything that the run would refuse at its start, and the shape of the model."""
     yield Finding("good", f"{config.name}: {plural(config.iterations, 'iteration')}")
-    for part in (places, references, model, stages, environment):
+    try:
+        config = beginning(config)
+    except EarlError as error:
+        yield refused(error)
+        return
+    for part in (places, references, model, teachers, stages, environment):
         try:
             yield from part(config)
         except ConfigError as error:
@@ -135,6 +142,15 @@ def _absent_parts(path: Path) -> list[str]:
     except (OSError, ConfigError, ValueError, KeyError, TypeError, AttributeError):
         return []
     return [name for name in names if not (path / name).is_file()]
+
+
+def teachers(config: RunConfig) -> Iterator[Finding]:
+    """Check that the frozen models are there and have the policy's vocabulary."""
+    found = find_teachers(config)
+    path = Path(config.initial_model.path)
+    if (path / "config.json").is_file():
+        check_teachers(config, path, found)
+    yield from ()
 
 
 def stages(config: RunConfig) -> Iterator[Finding]:

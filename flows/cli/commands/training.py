@@ -32,6 +32,16 @@ def train(
     name: Annotated[
         str | None, typer.Option(help="Name of the run. Default: that of the file.")
     ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[@N]|MODEL",
+            help="Begin a new run with the weights of another one's last checkpoint, or of that of "
+            "iteration N (or `best`), or of a model: a directory, or org/name of the hub.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
     overrides: Overrides = None,
     iterations: Annotated[
         int | None, typer.Option(min=1, help="Iterations of the run in all.")
@@ -47,7 +57,7 @@ def train(
 
         given = [f"name={name}"] if name else []
         given += [f"iterations={iterations}"] if iterations else []
-        run_training(config, [*(overrides or []), *given], show(plain, quiet, as_json))
+        run_training(config, [*(overrides or []), *given], show(plain, quiet, as_json), start)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import Any
 from earl_core.config.table import resolved_rows
 from earl_core.config.yaml_text import write_yaml
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.run.record import lineage_names
 from earl_core.secrets import find_secrets
 from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.choice.explain import deployment_text
@@ -52,12 +53,14 @@ def facts(records: RunRecords) -> list[tuple[str, str]]:
     if config.environment is not None:
         played = [config.environment.played]
     found = [
-        ("model", config.model.path),
+        ("model", config.model.shown),
         ("environments" if len(played) > 1 else "environment", ", ".join(played)),
         ("engine", config.rollout.engine),
         ("selector", config.selector.policy),
         ("attempts", str(records.record.get("attempts", 0))),
     ]
+    if names := lineage_names(records.record):
+        found.insert(1, ("began with", ", ".join(names)))
     if records.ledger:
         began = records.ledger[0]["time"]
         found.append(("began", time.strftime(_TIME, time.localtime(began))))

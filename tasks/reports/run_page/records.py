@@ -57,7 +57,7 @@ class RunRecords:
         """Yield the places where the policy's tokenizer may lie, the newest checkpoint's first."""
         for policy in sorted(self.path.glob("checkpoints/[0-9]*/policy"), reverse=True):
             yield policy / "tokenizer.json"
-        yield Path(self.config.model.path) / "tokenizer.json"
+        yield Path(self.config.initial_model.path) / "tokenizer.json"
 
 
 def read_records(path: Path, iterations: Sequence[Line], evaluations: Sequence[Line]) -> RunRecords:

@@ -1,0 +1,96 @@
+"""When two executions of a stage are the same.
+
+The key that a stage's sealed manifest must carry covers the run, the iteration, the stage, the data
+of its inputs and the settings that the table of stages names. It never covers how the stage was
+laid out on the hardware: a plan may change between a failure and the resume, and what was finished
+stays finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from earl_core.config.algorithm import INITIAL
+from earl_core.config.run import RunConfig
+from earl_core.deployment.stages import STAGE_SETTINGS, stage_of
+from earl_core.system.files import canonical_json
+
+_SUPERVISION = (
+    "hosts",
+    "deterministic",
+    "tool_timeout_seconds",
+    "step_timeout_seconds",
+    "start_timeout_seconds",
+    "call_timeout_seconds",
+    "episode_timeout_seconds",
+)
+"""Settings of an environment that decide how it is supervised, not what is played."""
+
+
+_LATER = {
+    "update.zero_advantage": None,
+    "rollout.alike_groups": "keep",
+    "rollout.max_waves": 3,
+    "algorithm.kl.reference": INITIAL,
+    "algorithm.kl.until": None,
+    "algorithm.importance_correction.low": 0.0,
+    "algorithm.importance_correction.outside": "cut",
+}
+"""Settings that are in no key while they have their default: keys of runs that were begun before
+the setting existed stay as they are."""
+
+_LEARNT = ("kl", "reward_weight")
+"""Settings of environments that decide what is learnt from episodes, not what is played. As
+`environments.kl` they are a list, in no key while none is set."""
+
+
+def stage_key(
+    config: RunConfig, uid: str, iteration: int, stage: str, inputs: Sequence[str]
+) -> str:
+    """sha256 in hex; `inputs` are the data digests of the input manifests, in order."""
+    content = [uid, iteration, stage, list(inputs), stage_settings(config, stage)]
+    return hashlib.sha256(canonical_json(content)).hexdigest()
+
+
+def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
+    """The settings that a stage's result depends on, by dotted name."""
+    # Keys of runs that do not imitate are as they were before there was such a thing.
+    absent = ("imitation",) if config.imitation is None else ()
+    names = [name for name in STAGE_SETTINGS[stage_of(stage)] if not name.startswith(absent)]
+    whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
+    suites = whole.get("evaluation", {}).get("suites", ())
+    for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
+        for name in _SUPERVISION if played else ():
+            del played[name]
+    for suite in suites:
+        del suite["gate"]
+    for name, default in _LATER.items():
+        section, _, key = name.rpartition(".")
+        # There is no section where it is null.
+        with suppress(KeyError, TypeError):
+            if look_up(whole, section)[key] == default:
+                del look_up(whole, section)[key]
+    learnt = {
+        f"environments.{key}": [each.pop(key) for each in whole.get("environments", ())]
+        for key in _LEARNT
+    }
+    found: dict[str, Any] = {}
+    for name in names:
+        if any(value is not None for value in learnt.get(name, ())):
+            found[name] = learnt[name]
+    for name in set(names) - learnt.keys():
+        section, _, key = name.rpartition(".")
+        if name not in _LATER or key in look_up(whole, section):
+            found[name] = look_up(whole, name)
+    return found
+
+
+def look_up(mapping: dict[str, Any], dotted: str) -> Any:
+    """The setting of this dotted name."""
+    value: Any = mapping
+    for part in dotted.split("."):
+        value = value[part]
+    return value

@@ -1,0 +1,112 @@
+"""Frozen models that a run's KL penalty refers to, besides its own initial policy: teachers.
+
+As with an ancestor, a checkpoint of another run is found before anything is written, held, and then
+kept in the run directory (`references/`), so that the other run may go on or go away. Another model
+directory is not copied: a link names it, and its files' sizes are checked at each start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from earl_core.config import ConfigError, RunConfig
+from earl_core.config.algorithm import INITIAL
+from earl_core.config.feasibility import tensor_problem
+from earl_core.control.ancestor import Ancestor, find_model, keep, kept_record
+from earl_core.deployment.shapes import ModelShape
+from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.pretrained.vocabulary import vocabulary_problem
+from earl_core.run import RunDirectory
+from earl_core.run.checkpoints import holding_checkpoint
+
+Teachers = Mapping[str, Ancestor]
+"""Models that the run directory has yet to keep, by the settings' text."""
+
+
+def find_teachers(config: RunConfig) -> Teachers:
+    """The teachers that the run has yet to keep.
+
+    Raises `ConfigError` for one that is not there, and `CheckpointError` for a damaged checkpoint.
+    """
+    found = {}
+    for text in config.references:
+        if text == INITIAL or config.teacher(text).is_dir():
+            continue
+        found[text] = find_model(text, config)
+        if not (found[text].directory / "config.json").is_file():
+            raise ConfigError(
+                f"algorithm.kl.reference {text!r} is not here",
+                remedy="download it, and name its directory",
+            )
+    return found
+
+
+@contextmanager
+def held_teachers(config: RunConfig) -> Iterator[Teachers]:
+    """`find_teachers`; checkpoints are not pruned meanwhile."""
+    found = find_teachers(config)
+    with ExitStack() as held:
+        for each in found.values():
+            if each.marker is not None:
+                held.enter_context(holding_checkpoint(each.marker))
+        yield found
+
+
+def keep_teachers(run: RunDirectory, teachers: Teachers) -> None:
+    """Keep them in the run directory, and note in its record which they were. Raises `OSError`, and
+    `RunDamaged` for one that was kept and is not as it was."""
+    for text, teacher in teachers.items():
+        keep(teacher, run.config.teacher(text), by_link=True)
+    others = [text for text in run.config.references if text != INITIAL]
+    records = {text: kept_record(run.config.teacher(text)) for text in others}
+    if records and run.record.get("references") != records:
+        run.update_record(references=records)
+
+
+def check_teachers(config: RunConfig, policy: Path, teachers: Teachers | None = None) -> None:
+    """Raise `ConfigError` for a teacher with another vocabulary than the policy in this directory,
+    or that the update's deployment cannot be laid out for.
+
+    teachers: those that the run has yet to keep.
+    """
+    own = read_model_shape(policy)
+    for text, directory in _directories(config, teachers or {}).items():
+        shape = read_model_shape(directory)
+        problem = vocabulary_problem(policy, directory, (own.vocabulary, shape.vocabulary))
+        if problem:
+            raise ConfigError(
+                f"algorithm.kl.reference {text!r} has another vocabulary than the policy "
+                f"({problem})",
+                remedy="name a model with the policy's tokenizer",
+            )
+        _check_layout(config, text, shape)
+
+
+def _check_layout(config: RunConfig, text: str, shape: ModelShape) -> None:
+    """A reference stage that is no choice of its own is laid out as the update."""
+    if config.selector.policy != "fixed":
+        return
+    for key, iteration in config.stages.steps():
+        update = config.stages.at(iteration)[1]
+        degree = 1 if update is None else update.tensor_parallel
+        if problem := tensor_problem(shape, degree, engine=False):
+            raise ConfigError(
+                f"algorithm.kl.reference {text!r} is laid out as {key}.update with tensor_parallel "
+                f"{degree}, and {problem}",
+                remedy="use a degree that divides both models, or selector.policy live_tokens",
+            )
+
+
+def reference_shapes(config: RunConfig) -> tuple[ModelShape, ...]:
+    """The models that the reference stage holds; none where that is the initial policy alone."""
+    if all(text == INITIAL for text in config.references):
+        return ()
+    models = [config.reference_model(text) for text in config.references]
+    return tuple(read_model_shape(Path(model.path)) for model in models)
+
+
+def _directories(config: RunConfig, teachers: Teachers) -> dict[str, Path]:
+    kept = {t: Path(config.reference_model(t).path) for t in config.references if t != INITIAL}
+    return kept | {text: teacher.directory for text, teacher in teachers.items()}
