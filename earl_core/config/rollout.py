@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -51,6 +50,18 @@ class VllmConfig(Settings):
         default=None,
         description="Run the model without CUDA graphs and compilation: it starts sooner and "
         "decodes slower. None: on a CPU only.",
+    )
+
+
+class RequestsConfig(Settings):
+    """How the requests of agents are taken."""
+
+    constrained: Literal["free", "refuse"] = Field(
+        default="free",
+        description="Requests for answers of a form: a tool_choice that asks for a call, "
+        "response_format and its like. free: answers are sampled freely, frameworks ask again "
+        "where one lacks the form, and rollout/constrained_satisfied_share says how many have it. "
+        "refuse: such a request gets status 400.",
     )
 
 
@@ -127,12 +138,23 @@ class RolloutConfig(Settings):
         "trained on.",
     )
     stop: tuple[str, ...] = Field(
-        default=(), description="Stop strings of one token each, besides the end-of-turn tokens."
+        default=(),
+        description="Strings that end an answer, besides the end-of-turn tokens. They are sampled, "
+        "recorded and trained, and the answer's text keeps them.",
     )
     tool_format: ToolFormatName = Field(
         default="auto",
         description="Format in which the model writes tool calls. auto: that of its tokenizer or "
         "chat template; where neither knows tools, hermes, described in the system message.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="Variables that the chat template is told in every conversation, such as "
+        "{enable_thinking: false} for Qwen3; one that it does not read is refused. An agent's "
+        "request may give others.",
+    )
+    requests: RequestsConfig = Field(
+        default=RequestsConfig(), description="Requests of agents to the gateway."
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
@@ -186,32 +208,6 @@ class RolloutConfig(Settings):
                 "score alike: raise rollout.group_size, or leave alike_groups out"
             )
         return self
-
-    def check_groups(self, estimator: str, compares: bool, anchors: Sequence[str]) -> None:
-        """Raise `ValueError` where groups are compared that are too small, or groups that score
-        alike cannot leave. compares: whether the estimator compares the episodes of a group.
-        anchors: environments without rewards."""
-        if compares and self.group_size < 2:
-            raise ValueError(
-                f"algorithm.advantage {estimator!r} compares the episodes of a group, so "
-                f"rollout.group_size must be at least 2, not {self.group_size}; `reinforce` and "
-                "`reinforce_plus_plus` work with 1"
-            )
-        if not self.filters_groups:
-            return
-        if not compares:
-            raise ValueError(
-                f"rollout.alike_groups is `{self.alike_groups}`, but algorithm.advantage "
-                f"{estimator!r} does not compare the episodes of a group, so groups that score "
-                "alike teach it as much as others: leave alike_groups out, or choose an estimator "
-                "of groups, such as `grpo`"
-            )
-        if anchors:
-            raise ValueError(
-                f"rollout.alike_groups is `{self.alike_groups}`, but no episode of the environment "
-                f"{anchors[0]!r} gets a reward, so all of its groups would leave, and its `kl` "
-                "with them: leave alike_groups out"
-            )
 
     @property
     def filters_groups(self) -> bool:

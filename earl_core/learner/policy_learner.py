@@ -21,10 +21,10 @@ from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
-from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
+from earl_core.learner.data.samples import Minibatch, gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
 from earl_core.learner.deterministic import choose_algorithms
-from earl_core.learner.imitation import Imitation
+from earl_core.learner.imitation import aim_of
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
@@ -37,7 +37,7 @@ from earl_core.learner.state.checkpoint import (
     try_training_state,
     write_training_state,
 )
-from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
+from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.model_directory import load_tokenizer
 from earl_core.system.memory import keep_freed_memory
@@ -96,6 +96,7 @@ class PolicyLearner:
             mesh,
             mixed=bf16_is_fast(mesh.device) if update.precision == "auto" else update.mixed,
             chunk_tokens=logits_chunk_tokens,
+            seed=seed,
         )
         self.tokenizer = load_tokenizer(model)
         self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
@@ -110,10 +111,10 @@ class PolicyLearner:
         if self._compiled:
             compile_layers(parallel.model)
         checkpoint_activations(parallel.model, self.config.activation_checkpointing)
-        self.optimizer.bind(self.named_parameters())
+        self.optimizer.bind(parallel.trained.items())
         for name, tensors in state.items():
             self.optimizer.load_state(name, tensors)
-        self._gradients = Gradients(parallel.model.parameters(), self.mesh)
+        self._gradients = Gradients(parallel.trained.values(), self.mesh)
         self._feed = Feed(self.device, self.mesh)
         self._ranks = Ranks(self.mesh, "data_parallel")
         # Ranks with other samples count on this one even where it has none.
@@ -144,7 +145,8 @@ class PolicyLearner:
         return self.model.named_parameters()
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The policy's float32 weights by state-dict name, tied ones once; not copied.
+        """The policy's weights by state-dict name, tied ones once; not copied. Float32, but what an
+        adapter leaves frozen may be bf16.
 
         Plain tensors, or DTensors where the mesh has cut them.
         """
@@ -213,18 +215,19 @@ class PolicyLearner:
         Raises ValueError when a column that the algorithm needs is missing, and
         UpdateRefused, on all ranks, before a step that would destroy the weights.
         """
-        config = self.config
-        algorithm, rate = self._aim(iteration)
-        algorithm.check_columns(samples, config.epochs * config.minibatches)
+        aim = aim_of(iteration, self.iterations, self.config, self._algorithm, self._imitation)
+        algorithm = aim.algorithm
+        algorithm.check_columns(samples, aim.epochs * aim.minibatches)
         memory.reset_peak()
-        self.optimizer.learning_rate = rate
+        self.optimizer.learning_rate = aim.learning_rate
         skipped = skipped or Skipped()
-        metrics = UpdateMetrics(rate)
-        table, own = self._table(samples, skipped, algorithm)
+        metrics = UpdateMetrics(aim.learning_rate)
+        whole = algorithm.whole_episodes
+        table, own = gathered_table(self._ranks, samples, skipped.table, whole)
         steps = 0
-        for epoch in range(config.epochs):
+        for epoch in range(aim.epochs):
             minibatches = split_table(
-                table, own, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
+                table, own, aim.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
                 skipped=len(skipped.table),
             )  # fmt: skip
             plans = [self._plan(samples, each.rows, algorithm) for each in minibatches]
@@ -240,60 +243,32 @@ class PolicyLearner:
                 if on_step is not None:
                     on_step(steps)
                 steps += 1
-        return metrics.summary(self._ranks, memory.peak_bytes(), skipped, config.epochs)
+        return metrics.summary(self._ranks, memory.peak_bytes(), skipped, aim.epochs)
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Write a training state that `restore` takes; see `checkpoint.write_training_state`."""
-        write_training_state(
-            directory,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            optimizer=self.optimizer,
-            state=state,
-            mesh=self.mesh,
-        )
+        parts: dict[str, Any] = {"optimizer": self.optimizer, "state": state, **self._stored}
+        write_training_state(directory, tokenizer=self.tokenizer, **parts)
 
     def try_saving(self, parent: Path) -> None:
         """Try to write a training state below `parent`, as `checkpoint.try_training_state` does."""
-        try_training_state(parent, model=self.model, tokenizer=self.tokenizer, mesh=self.mesh)
+        try_training_state(parent, tokenizer=self.tokenizer, **self._stored)
 
     def restore(self, directory: Path) -> dict[str, Any]:
         """Continue from a training state, bit for bit; returns the `state` given to `save`.
 
         Any mesh reads what any other wrote.
         """
-        return read_training_state(
-            directory, model=self.model, optimizer=self.optimizer, mesh=self.mesh
-        )
+        return read_training_state(directory, optimizer=self.optimizer, **self._stored)
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        return {"model": self.model, "mesh": self.mesh, "adapter": self.parallel.adapter}
 
     @property
     def whole_episodes(self) -> bool:
         """True when the losses of an episode's samples depend on each other."""
         return self._algorithm.whole_episodes
-
-    def _aim(self, iteration: int) -> tuple[Algorithm, float]:
-        """The objective of an iteration, and its learning rate. The schedule is that of the
-        iterations that do not imitate."""
-        imitation = self._imitation
-        if imitation is not None and iteration < imitation.iterations:
-            return Imitation(), imitation.learning_rate
-        first = 0 if imitation is None else imitation.iterations
-        rate = learning_rate(self.config, iteration - first, self.iterations - first)
-        return self._algorithm, rate
-
-    def _table(
-        self, samples: Sequence[TrainingSample], skipped: Skipped, algorithm: Algorithm
-    ) -> tuple[np.ndarray, range]:
-        """Gather the table that decides the minibatches, of all ranks' samples and then of the
-        skipped ones, and the range of this rank's rows."""
-        parts = self._ranks.gather_rows(sample_table(samples))
-        if algorithm.whole_episodes and (torn := episodes_on_several(parts)):
-            raise ValueError(
-                f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
-                "samples of an episode together: deal whole episodes or groups to the ranks."
-            )
-        first = sum(map(len, parts[: self._ranks.rank]))
-        return np.concatenate([*parts, skipped.table]), range(first, first + len(samples))
 
     def _plan(
         self, samples: Sequence[TrainingSample], rows: Sequence[int], algorithm: Algorithm
