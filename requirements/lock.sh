@@ -30,6 +30,7 @@ for version in 3.11 3.12; do
     compile "$version" core "${extras[@]}" --excludes requirements/cpu-excludes.txt \
         --constraints "requirements/cpu-$version.txt"
     compile "$version" dev --group dev --excludes requirements/cpu-excludes.txt \
-        --constraints "requirements/cpu-$version.txt" --constraints "requirements/gpu-$version.txt"
+        --excludes requirements/dev-excludes.txt --constraints "requirements/cpu-$version.txt" \
+        --constraints "requirements/gpu-$version.txt"
     sed -i 's/^torch==2.13.0$/&+cpu/' "requirements/cpu-$version.txt"
 done
