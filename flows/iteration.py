@@ -28,6 +28,7 @@ from earl_core.control.run_controller import RunController, Verdict
 from earl_core.dispatch import Manifest
 from flows.flow_names import iteration_name
 from flows.forms import RunPath, titled
+from flows.overlap import BEGUN, END, LeftAhead, overlap_of
 from flows.running import HOOKS, controller_on, finished_text, hosts_changed, recorded, rename
 from flows.stage_graph import Result, StageGraph, Work
 from tasks.report import finish_iteration, publish_artifacts
@@ -76,6 +77,8 @@ async def _numbered(run: str, number: int | None) -> dict[str, Any] | State[dict
             try:
                 return await _one_iteration(controller, run, number)
             except Exception as error:
+                if isinstance(error, LeftAhead):
+                    return Cancelled(name="Repeated", message=str(error))
                 # By itself an iteration is repeated by nobody.
                 alone = controller.single_iteration
                 changed = (
@@ -104,10 +107,18 @@ async def _one_iteration(
     if number < due or number >= wanted:
         _leave(controller)
         return _skipped(run, min(number, due - 1), wanted)
+    overlap = overlap_of(controller.run.path)
+    if overlap is not None:
+        await overlap.passed(number, BEGUN)
     manifests = await run_stages(controller, number)
+    if overlap is not None:
+        await overlap.before_end(number)
     metrics = await asyncio.to_thread(finish_iteration, controller, number, manifests)
     await asyncio.to_thread(share_profile, controller)
-    if resume_point(controller.run).iteration > number:
+    if overlap is not None:
+        # Others still read theirs.
+        await overlap.passed(number, END)
+    elif resume_point(controller.run).iteration > number:
         await asyncio.to_thread(forget_results, controller.run.path)
     _leave(controller)
     line = finished_text("iteration", number, metrics)
@@ -139,7 +150,8 @@ async def run_stages(controller: RunController, k: int) -> dict[str, Manifest]:
         # They take a tenth of a second, which the weights take too.
         await publish_artifacts(controller, k, dict(graph.manifests))
 
-    graph = StageGraph(controller, k, PrefectRunner(controller, k), pages)
+    overlap = overlap_of(controller.run.path)
+    graph = StageGraph(controller, k, PrefectRunner(controller, k), pages, overlap)
     return await graph.whole()
 
 

@@ -26,6 +26,7 @@ from earl_core.deployment.stages import (
 )
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.predict import NoFeasiblePlan
+from flows.overlap import Overlap
 from tasks.publish import input_weights
 from tasks.select import select_inputs
 from tasks.stage import StageRef, resolve
@@ -49,7 +50,7 @@ class StageRunner(Protocol):
 
 class StageGraph:
     """The stages of one iteration of a run, and what they sealed. beside_publish: done meanwhile,
-    for neither needs the other."""
+    for neither needs the other. overlap: what they wait for of iterations that run beside."""
 
     def __init__(
         self,
@@ -57,11 +58,12 @@ class StageGraph:
         iteration: int,
         runner: StageRunner,
         beside_publish: Work | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self.controller, self.iteration = controller, iteration
         self._imitates = controller.config.imitates(iteration)
         self.manifests: dict[str, Manifest] = {}
-        self._runner, self._beside_publish = runner, beside_publish
+        self._runner, self._beside_publish, self._overlap = runner, beside_publish, overlap
 
     async def whole(self) -> dict[str, Manifest]:
         """Run every stage that is not finished; their sealed manifests."""
@@ -108,6 +110,7 @@ class StageGraph:
 
     async def choose(self, infeasible: StageInfeasible | None = None) -> None:
         """Seal a plan; another one than that under which a stage was infeasible."""
+        await self._ready(STAGES["select"])
         inputs = select_inputs(self.controller, self.iteration)
         try:
             await self._perform(STAGES["select"], inputs, [])
@@ -126,17 +129,22 @@ class StageGraph:
         again."""
         if stage.name in self.manifests:
             return
+        await self._ready(stage)
         sources = stage.sources(self.controller.config, self._imitates)
         read = {name: self.manifests[name] for name in sources if name != WEIGHTS}
         digests = [
-            (read[name] if name in read else await self._weights()).data_digest()
+            (read[name] if name in read else await self._weights(stage)).data_digest()
             for name in sources
         ]
         await self._perform(stage, digests, [self.manifests["select"], *read.values()])
 
-    async def _weights(self) -> Manifest:
-        learner = self.plan["update"]
-        return await self._runner.aside(input_weights, self.controller, learner, self.iteration)
+    async def _ready(self, stage: Stage) -> None:
+        if self._overlap is not None:
+            await self._overlap.before(self.iteration, stage)
+
+    async def _weights(self, stage: Stage) -> Manifest:
+        given = self.controller, self.plan["update"], self.iteration, stage.name
+        return await self._runner.aside(input_weights, *given)
 
     async def _perform(
         self, stage: Stage, digests: Sequence[str], read: Sequence[Manifest]
@@ -146,3 +154,5 @@ class StageGraph:
         )
         sealed = await self._runner.perform(stage.name, verdict, read)
         self.manifests[stage.name] = resolve(self.controller, sealed)
+        if self._overlap is not None:
+            await self._overlap.passed(self.iteration, stage)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
+from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from earl_core.control.run_controller import HostsChanged, RunController
 from flows.flow_names import train_name
 from flows.forms import AtLeastOne, Config, Unset, titled
 from flows.iteration import PrefectRunner, iteration
+from flows.overlap import Overlap, overlapping
 from flows.overrides import Overrides
 from flows.running import HOOKS, configured, heard, log, opened, recorded, stopping
 from flows.stage_graph import StageGraph
@@ -108,27 +110,89 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
         run = str(controller.run.path)
         returned: set[tuple[int, str, int]] = set()
         pages = TrainPages(controller)
+        step = _side_by_side if overlaps(settings) else _one_after_another
         while (number := controller.next_iteration()) < settings.iterations:
             if not changes[number]:
                 await asyncio.to_thread(controller.check_growth)
             try:
-                if await _evaluate_if_due(controller, number):
-                    pages.changed()
-                done = await iteration(run, number)
-                log(done.get("line", f"iteration {number} was done before"))
-                pages.changed()
+                await step(controller, number, pages)
             except StateLost:
                 if not _may_go_back(controller, number, returned):
                     raise
                 controller.go_back()
         # Where `iterations` was lowered, no checkpoint need hold the last version that it asks for.
         if controller.next_iteration() == settings.iterations:
-            await _evaluate_if_due(controller, settings.iterations)
+            last = settings.iterations
+            # Those that no rollout has played, as well.
+            for version in range(max(1, last - settings.schedule.staleness), last + 1):
+                await _evaluate_if_due(controller, version)
         pages.changed()
         await pages.settle()
         forget_results(controller.run.path)
         controller.run.finish()
         return {"run": run, "iterations": settings.iterations}
+
+
+async def _one_after_another(controller: RunController, number: int, pages: TrainPages) -> None:
+    """Do one iteration, and the evaluation before it if one is due."""
+    if await _evaluate_played(controller, number):
+        pages.changed()
+    _tell(number, await iteration(str(controller.run.path), number), pages)
+
+
+async def _side_by_side(controller: RunController, number: int, pages: TrainPages) -> None:
+    """Do all iterations from this one on, as many at a time as the staleness lets begin.
+
+    An iteration that fails lets those before it end first, and ends those that run ahead of it;
+    what these have sealed stays.
+    """
+    settings, run = controller.config, controller.run.path
+    overlap = Overlap(settings.schedule.staleness, number, partial(_evaluate_played, controller))
+    open_: deque[asyncio.Task[dict[str, Any]]] = deque()
+
+    async def oldest_ended() -> None:
+        done = await open_[0]
+        open_.popleft()
+        _tell(int(done["iteration"]), done, pages)
+
+    with overlapping(run, overlap):
+        try:
+            for k in range(number, settings.iterations):
+                open_.append(asyncio.create_task(_child(str(run), k)))
+                begun = asyncio.create_task(overlap.begun(k))
+                await asyncio.wait({begun, open_[-1]}, return_when=asyncio.FIRST_COMPLETED)
+                begun.cancel()
+                if k - number >= settings.schedule.staleness:
+                    await oldest_ended()
+            while open_:
+                await oldest_ended()
+        finally:
+            if open_:
+                await overlap.stop("an earlier iteration failed")
+                # Whoever plays is cut off.
+                await asyncio.to_thread(controller.groups.retire, "rollout", 0)
+                await asyncio.gather(*open_, return_exceptions=True)
+
+
+async def _child(run: str, number: int) -> dict[str, Any]:
+    return await iteration(run, number)
+
+
+def _tell(number: int, done: dict[str, Any], pages: TrainPages) -> None:
+    log(done.get("line", f"iteration {number} was done before"))
+    pages.changed()
+
+
+async def _evaluate_played(controller: RunController, number: int) -> bool:
+    """Evaluate the version that the iteration's rollout plays, if it is the first to play it and
+    the configuration asks for it; whether it does."""
+    version = number - controller.config.schedule.staleness
+    return (number == 0 or version > 0) and await _evaluate_if_due(controller, max(0, version))
+
+
+def overlaps(settings: RunConfig) -> bool:
+    """Tell whether iterations run side by side; colocated stages take turns anyway."""
+    return settings.schedule.staleness > 0 and settings.stages.placed.side_by_side
 
 
 def _may_go_back(
@@ -153,13 +217,8 @@ def _may_go_back(
 
 
 async def _evaluate_if_due(controller: RunController, version: int) -> bool:
-    """Evaluate policy version `version` if the configuration asks for it now; whether it does.
-
-    The first and the last version are always evaluated, so that the curve has both ends.
-    """
-    every = controller.config.evaluation.every
-    last = version == controller.config.iterations
-    if not every or (version % every and not last):
+    """Evaluate policy version `version` if the configuration asks for it; whether it does."""
+    if not controller.config.evaluates(version):
         return False
     graph = StageGraph(controller, version, PrefectRunner(controller, version))
     metrics = (await graph.evaluation()).metrics

@@ -14,7 +14,7 @@ from tasks.stage import StageInputs, stage_task
 def evaluation(given: StageInputs) -> dict[str, Any]:
     """Play prompts and seeds that training never uses."""
     controller, iteration, plan = given.controller, given.iteration, given.plan
-    weights = input_weights(controller, plan["update"], iteration)
+    weights = input_weights(controller, plan["update"], iteration, "evaluation")
     with StageWatch(controller, plan["rollout"], iteration).fitting():
         result = play_evaluation(controller, plan["rollout"], iteration, weights)
     shares = {

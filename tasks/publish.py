@@ -7,11 +7,13 @@ from typing import Any
 from prefect import task
 
 from earl_core.control.learner import publish_weights
+from earl_core.control.resume_point import StateLost
 from earl_core.control.run_controller import RunController, controller_of
 from earl_core.control.stage_execution import StageWatch, key_of, surviving, weights_exist
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.run.policy_versions import carried
+from earl_core.run.saved_versions import saved
 from earl_core.weights.manifest import WeightsManifest
 from tasks.stage import StageRef, plan_of, run_stage
 
@@ -34,22 +36,32 @@ def publish(run: str, iteration: int, plan: StageRef, update: StageRef) -> Stage
 
 
 def input_weights(
-    controller: RunController, deployment: StageDeployment, iteration: int
+    controller: RunController, deployment: StageDeployment, iteration: int, reader: str = "rollout"
 ) -> Manifest:
     """The sealed weights that this iteration's rollout plays with, published again if lost.
 
     They are the publish step's of the iteration that made them, or the initial model's, published
-    by the same path under the stage name `initial` of iteration 0.
+    by the same path under the stage name `initial` of iteration 0. reader: the stage that needs a
+    version: `rollout`, `evaluation`, or `update` for the one that it trains. Raises `StateLost` for
+    a version that no learner holds any more and that was not saved.
     """
     versions = controller.run.versions
-    version = versions.played(iteration)
+    version = versions.of_stage(iteration, reader)
     producer, stage = versions.publication(version)
     try:
         known = controller.run.manifest(producer, stage)
     except ManifestError:
         known = None
-    if known is not None and carried(known) == version and weights_exist(controller, known):
-        return known
+    if known is not None and carried(known) == version:
+        if weights_exist(controller, known):
+            return known
+        if (lying := saved(controller.run.path, known)) is not None:
+            return lying
+    if version < versions.before(iteration) and controller.learners["update"].version != version:
+        raise StateLost(
+            f"policy version {version}, which iteration {iteration} plays, is neither in shared "
+            "memory nor saved: resume the run, which repeats what is missing"
+        )
     with (
         surviving(controller, iteration, stage),
         StageWatch(controller, deployment, iteration).fitting(),

@@ -18,6 +18,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
+from earl_core.run.saved_versions import prune_versions, save_versions
 from earl_core.secrets import redact
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
@@ -94,9 +95,11 @@ def finish_iteration(
     run.append_metrics(iteration, metrics)
     fault_points.point("stable.before", iteration)
     if is_updated(run, iteration):
+        save_versions(run, iteration)
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)
         run.prune_checkpoints()
+        prune_versions(run, run.stable_iterations())
     controller.finish_iteration(iteration)
     controller.tracker.changed()
     controller.listener("iteration", iteration, {"finished": True, "metrics": metrics})

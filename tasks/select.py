@@ -63,11 +63,11 @@ def _chosen(controller: RunController, iteration: int) -> tuple[SelectionInput, 
     Raises `NoFeasiblePlan` when none is left, but not by what was seen before a resume: memory
     that was short, or that others held, may have been another program's, and may be free now.
     """
-    observed = controller.observed.through(iteration)
+    observed = controller.observed.known_to(iteration)
     try:
         return _as_far_as_it_fits(_selection_input(controller, iteration, observed))
     except NoFeasiblePlan:
-        fresh = controller.observed.since_start(iteration)
+        fresh = controller.observed.known_to(iteration, fresh=True)
         if len(fresh) == len(observed):
             raise
         logger.info("nothing is feasible by what was seen before the resume: that is tried again")
@@ -95,7 +95,7 @@ def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Deploymen
 def select_inputs(controller: RunController, iteration: int) -> list[str]:
     """List the inputs that the step's key covers beside its settings: how often it was made before,
     and for how many hosts."""
-    attempt = attempts_of(controller.observed.through(iteration), iteration)
+    attempt = attempts_of(controller.observed.known_to(iteration), iteration)
     hosts = controller.hardware.hosts
     return [
         *([f"attempt {attempt}"] if attempt else []),
@@ -128,7 +128,7 @@ def _write_beside(controller: RunController, given: SelectionInput) -> None:
 def _selection_input(
     controller: RunController, iteration: int, observed: Sequence[Observation]
 ) -> SelectionInput:
-    attempt = attempts_of(controller.observed.through(iteration), iteration)
+    attempt = attempts_of(controller.observed.known_to(iteration), iteration)
     return SelectionInput.of(
         controller.config,
         controller.hardware,
@@ -159,7 +159,8 @@ def _current(controller: RunController, iteration: int, attempt: int) -> Deploym
 def _statistics(
     controller: RunController, iteration: int, observed: Sequence[Observation]
 ) -> Statistics:
-    lines = [line for line in controller.run.metrics() if line["iteration"] < iteration]
+    ended = iteration - 1 - controller.config.schedule.staleness
+    lines = [line for line in controller.run.metrics() if line["iteration"] <= ended]
     recent = lines[-_REMEMBERED:]
 
     def series(name: str) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch, load_of
 from earl_core.deployment.stages import rows_of
 from earl_core.run.policy_versions import MADE
+from tasks.publish import input_weights
 from tasks.stage import StageInputs, stage_task
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ def update(given: StageInputs) -> dict[str, Any]:
     watch = StageWatch(controller, deployment, iteration)
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
+        if controller.config.schedule.staleness:
+            # Rollouts to come play this version, too, which nobody holds after the update.
+            input_weights(controller, deployment, iteration, "update")
         if not controller.hardware.gpus:
             # With GPUs whoever asks for a learner has made room already.
             controller.groups.make_room("update", deployment)
@@ -49,7 +53,12 @@ def update(given: StageInputs) -> dict[str, Any]:
     warning = controller.config.mismatch_watch.warning(result["metrics"], iteration)
     if warning:
         logger.warning("%s", warning)
-    metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("update")}
+    age = run.versions.before(iteration) - rows_of(given.manifests).policy_version
+    metrics = {
+        **result["metrics"],
+        "age": age,
+        "peak_bytes": controller.groups.peak_bytes("update"),
+    }
     outputs = watch.measured(metrics) if result["steps_applied"] else {}
     return {
         "shards": result["shards"],

@@ -4,7 +4,8 @@ An engine and a trainer with equal weights still differ by kernels and precision
 sampled from a slightly different policy than the trainer's log-probabilities say. Truncated
 importance sampling (Ionides 2008; for engine and trainer: Yao et al., "Your Efficient RL
 Framework Secretly Brings You Off-Policy RL Training", 2025) weighs each token by min(trainer /
-engine, cap).
+engine, cap). It corrects in the same way for episodes that an older policy has sampled
+(`schedule.staleness`): with `ppo_clip` this is decoupled PPO (Hilton et al., arXiv 2110.00641).
 """
 
 from __future__ import annotations
@@ -22,18 +23,25 @@ if TYPE_CHECKING:
 
 
 class ImportanceCorrection(Registered):
-    """Weights w = min(exp(old_logprobs - rollout_logprobs), cap).
+    """Weights w = exp(old_logprobs - rollout_logprobs), bounded.
 
     Attributes:
         cap: Largest weight. Truncation trades a little bias for a bounded variance.
+        low: Smallest weight.
+        outside: ``cut``: a weight outside of [low, cap] becomes the nearer bound (truncated
+            importance sampling). ``mask``: it becomes 0, which leaves the token out (IcePop, the
+            Ling team, 2025; "masked importance sampling").
         level: ``token``: each token by its own ratio. ``sequence``: all tokens of an episode by
             the ratio of the whole episode, the product over its trained tokens; unbiased up to
             the cap for episode-level returns, but the product of many small differences varies
-            widely.
+            widely. ``geometric``: all tokens of an episode by the geometric mean of its ratios
+            (as in GSPO, arXiv 2507.18071), which says whether the episode as a whole is off.
     """
 
     cap: Annotated[float, Field(gt=0.0)] = 2.0
-    level: Literal["token", "sequence"] = "token"
+    low: Annotated[float, Field(ge=0.0)] = 0.0
+    outside: Literal["cut", "mask"] = "cut"
+    level: Literal["token", "geometric", "sequence"] = "token"
 
     @property
     def token_wise(self) -> bool:
@@ -49,12 +57,47 @@ class ImportanceCorrection(Registered):
             old_logprobs: By the trainer before its first step, float [T].
             rollout_logprobs: By the engine, of the distribution sampled from, float [T].
             episode_index: int64 [T] in ``[0, n_episodes)``.
-            n_episodes: Episodes here. For ``sequence`` an episode must be here whole.
+            n_episodes: Episodes here. Unless the level is ``token`` an episode must be here whole.
         """
         difference = old_logprobs.detach().float() - rollout_logprobs.detach().float()
-        if self.level == "sequence":
-            difference = episode_sum(difference, episode_index, n_episodes)[episode_index]
-        return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=self.cap)
+        if self.level != "token":
+            total = episode_sum(difference, episode_index, n_episodes)
+            if self.level == "geometric":
+                ones = difference.new_ones(difference.shape)
+                total = total / episode_sum(ones, episode_index, n_episodes).clamp(min=1.0)
+            difference = total[episode_index]
+        weights = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        if self.outside == "mask":
+            return weights * ((weights >= self.low) & (weights <= self.cap))
+        return weights.clamp(self.low, self.cap)
+
+
+WEIGHED = ("weighted", "weights", "squares", "masked")
+"""The sums over tokens that `weight_metrics` is made of."""
+
+
+def weight_counts(weights: Tensor) -> dict[str, float]:
+    """Count and sum weights, float [T]: they add up over microbatches and ranks."""
+    exact = weights.double()
+    sums = exact.sum(), (exact * exact).sum(), (exact == 0.0).sum()
+    return dict(zip(WEIGHED, [weights.numel(), *(each.item() for each in sums)], strict=True))
+
+
+def weight_metrics(
+    weighted: float, weights: float, squares: float, masked: float
+) -> dict[str, float]:
+    """Measure the weights of an update, by their sums.
+
+    Returns:
+        ``importance_weight_mean``, ``importance_masked_share``, the share of tokens of weight 0,
+        and ``importance_sample_share``, the effective sample size (sum w)^2 / sum w^2 (Kong 1992)
+        over the number of tokens.
+    """
+    return {
+        "importance_weight_mean": weights / weighted,
+        "importance_masked_share": masked / weighted,
+        "importance_sample_share": weights**2 / (squares * weighted) if squares else 0.0,
+    }
 
 
 def mismatch_metrics(old_logprobs: Any, rollout_logprobs: Any, positions: Any) -> dict[str, float]:

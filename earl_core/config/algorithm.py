@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from earl_core.system.settings import Options, Place, Settings
 
@@ -62,14 +62,30 @@ class KLConfig(PenaltyConfig):
 
 
 class ImportanceConfig(Settings):
-    """Truncated importance correction between the engine's and the trainer's log-probs."""
+    """Importance correction between the engine's and the trainer's log-probs, bounded."""
 
     cap: float = Field(default=2.0, gt=0, description="Upper bound of the ratio trainer / engine.")
-    level: Literal["token", "sequence"] = Field(
+    low: float = Field(
+        default=0.0, ge=0, description="Lower bound of the ratio, below the upper one."
+    )
+    outside: Literal["cut", "mask"] = Field(
+        default="cut",
+        description="Weight of a ratio outside of the bounds. cut: the nearer bound. mask: 0.",
+    )
+    level: Literal["token", "geometric", "sequence"] = Field(
         default="token",
         description="token: each token is weighted by its own ratio. sequence: all tokens of an "
-        "episode are weighted by the product of its ratios.",
+        "episode are weighted by the product of its ratios. geometric: by their geometric mean.",
     )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ImportanceConfig:
+        if self.low >= self.cap:
+            raise ValueError(
+                f"algorithm.importance_correction.low ({self.low:g}) must be below its cap "
+                f"({self.cap:g})"
+            )
+        return self
 
 
 class AlgorithmConfig(Settings):

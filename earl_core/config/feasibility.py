@@ -77,6 +77,12 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
 def check_devices(config: RunConfig, hardware: Hardware) -> None:
     """Raise `ConfigError` when stage deployments need more devices than there are."""
     stages = config.stages
+    if stages.placement == "shared" and hardware.gpus:
+        raise ConfigError(
+            "stages.placement `shared` has engine and trainer in the memory of the same devices at "
+            "the same time, which is not divided between them on GPUs: use `separate` or "
+            "`colocated`"
+        )
     unit = "GPUs" if hardware.gpus else "CPU cores"
     for key, iteration in stages.steps():
         rollout, update = configured(stages, config.rollout, config.update, hardware, iteration)

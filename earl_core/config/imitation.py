@@ -37,8 +37,8 @@ class ImitationConfig(Settings):
     best_of: int | None = Field(
         default=None,
         ge=1,
-        description="Of each so many episodes of a prompt in one iteration of `run`, the one with "
-        "the highest reward is imitated; 1: all are. null: the best of the whole group.",
+        description="From each so many episodes of a prompt in one iteration of `run`, the one "
+        "with the highest reward is imitated; 1: all are. null: the best of the whole group.",
     )
     min_reward: float | None = Field(
         default=None,

@@ -142,7 +142,10 @@ _NAMED = 3
 def _sections() -> dict[str, frozenset[str]]:
     """The keys of each section by its dotted name, "" for the whole file. A list of sections has
     the name of the list, such as `evaluation.suites`."""
-    return {name: frozenset(model.model_fields) for name, model in _walk("", RunConfig)}
+    return {
+        name: frozenset(field.alias or key for key, field in model.model_fields.items())
+        for name, model in _walk("", RunConfig)
+    }
 
 
 def _advice(path: tuple[int | str, ...]) -> str:

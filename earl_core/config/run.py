@@ -26,6 +26,7 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
 from earl_core.config.reward import RewardConfig
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.schedule import ScheduleConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import (
     CheckpointConfig,
@@ -42,6 +43,9 @@ from earl_core.system.settings import Place, Settings
 
 KEPT_ANCESTOR = "ancestor"
 """The folder of a run directory that holds a copy of its ancestor's model."""
+
+KEPT_REFERENCES = "references"
+"""Likewise of the frozen models that its KL penalties name."""
 
 _RESERVED = r"prefect|mlartifacts|mlruns|mlflow\.db(-.*)?"
 """Names that Prefect and MLflow keep beside the runs; SQLite adds files such as `mlflow.db-wal`."""
@@ -115,6 +119,10 @@ class RunConfig(Settings):
     stages: StagesConfig = Field(
         default=StagesConfig(),
         description="Parallelism of rollout and update; by default all GPUs are used.",
+    )
+    schedule: ScheduleConfig = Field(
+        default=ScheduleConfig(),
+        description="Overlap of iterations; by default each begins when the one before has ended.",
     )
     selector: SelectorConfig = Field(
         default=SelectorConfig(),
@@ -258,6 +266,9 @@ class RunConfig(Settings):
                 f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
                 "needs a prompt of its own"
             )
+        corrected = algorithm.importance_correction is not None
+        # A loss of somebody's own that cannot be imported here is trusted.
+        self.schedule.check(self.iterations, corrected or loss is None or loss.from_rollout)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages)
@@ -307,7 +318,7 @@ class RunConfig(Settings):
     def teacher(self, text: str) -> Path:
         """The folder of the run directory for a reference that is not the initial policy."""
         folder = xxhash.xxh3_64_hexdigest(text.encode())
-        return Path(self.runs_directory, self.name, "references", folder)
+        return Path(self.runs_directory, self.name, KEPT_REFERENCES, folder)
 
     @property
     def played(self) -> Mapping[str, EnvironmentConfig]:
@@ -326,6 +337,12 @@ class RunConfig(Settings):
             return self.played
         options = {**self.environment.options, **self.evaluation.options}
         return {"": self.environment.model_copy(update={"options": options})}
+
+    def evaluates(self, version: int) -> bool:
+        """True when this policy version is evaluated; the first and the last always are, so that
+        the curve has both ends."""
+        every = self.evaluation.every
+        return bool(every) and (version % every == 0 or version == self.iterations)
 
     def imitates(self, iteration: int) -> bool:
         """True for an iteration that learns from demonstrations and plays no episode."""

@@ -34,6 +34,8 @@ _LATER = {
     "update.zero_advantage": None,
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,
+    "algorithm.importance_correction.low": 0.0,
+    "algorithm.importance_correction.outside": "cut",
 }
 """Settings that are in no key while they have their default: keys of runs that were begun before
 the setting existed stay as they are."""
@@ -65,7 +67,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         del suite["gate"]
     for name, default in _LATER.items():
         section, _, key = name.rpartition(".")
-        with suppress(KeyError):
+        # There is no section where it is null.
+        with suppress(KeyError, TypeError):
             if look_up(whole, section)[key] == default:
                 del look_up(whole, section)[key]
     learnt = {

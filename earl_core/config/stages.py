@@ -109,7 +109,8 @@ class StagesConfig(Settings):
     placement: str = Field(
         default="colocated",
         description="colocated: rollout and update use the same devices in turn. separate: each "
-        "has devices of its own.",
+        "has devices of its own. shared: both use the same devices at the same time, whose memory "
+        "must hold both.",
     )
     rollout: RolloutStage | None = Field(
         default=None,

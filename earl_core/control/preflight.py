@@ -67,10 +67,18 @@ def preflight(
     model = None
     if (Path(begins.model.path) / "config.json").is_file():
         model = fitting_model(begins, hardware)
-        check_teachers(config, Path(begins.model.path), hardware, teachers)
+        check_teachers(config, Path(begins.model.path), teachers)
     else:
         check_devices(config, hardware)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
+    stale = config.schedule.staleness
+    if stale and not config.stages.placed.side_by_side:
+        logger.warning(
+            "schedule.staleness is %d, but under stages.placement %r rollout and update take "
+            "turns: episodes are older and nothing is gained; set the placement to `separate` or "
+            "`shared`",
+            stale, config.stages.placement,
+        )  # fmt: skip
     precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
     return Preflight(hosts, hardware, model, precision)
 

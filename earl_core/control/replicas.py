@@ -140,14 +140,16 @@ def play_evaluation(
 
 
 def _cursor(run: RunDirectory, iteration: int) -> Cursor:
-    """Return the places that the environments of a mixture have reached before an iteration."""
+    """Return the places that the environments of a mixture have reached before an iteration. They
+    follow the returns of those iterations that have ended when its rollout may begin."""
     if run.config.played_before(iteration) == 0 or not run.config.environments:
         return {}
+    ended = iteration - 1 - run.config.schedule.staleness
     outputs = run.manifest(iteration - 1, "rollout").outputs
     cursor = {label: Place.model_validate(place) for label, place in outputs["cursor"].items()}
-    if run.config.curriculum is None:
+    if run.config.curriculum is None or ended < 0 or run.config.imitates(ended):
         return cursor
-    returns = run.manifest(iteration - 1, "reward").outputs.get("returns", {})
+    returns = run.manifest(ended, "reward").outputs.get("returns", {})
     rewarded = {label: GroupReturns.model_validate(each) for label, each in returns.items()}
     return learn(cursor, rewarded, run.config.curriculum)
 

@@ -215,7 +215,7 @@ class RunController:
         )
         self.groups.retire("model", 0)
         keep_ancestor(self.run, find_ancestor(self.config))
-        check_teachers(self.config, Path(self.config.initial_model.path), self.hardware)
+        check_teachers(self.config, Path(self.config.initial_model.path))
         return fitting_model(self.config, self.hardware)
 
     def start_ahead(self, plan: DeploymentPlan) -> None:

@@ -29,8 +29,11 @@ class RunHistory:
         with self._lock:
             return [seen for seen in self._seen if seen.iteration <= iteration]
 
-    def since_start(self, iteration: int) -> list[Observation]:
-        """List those observations of `through` that this process added."""
+    def known_to(self, iteration: int, fresh: bool = False) -> list[Observation]:
+        """List the observations that the choice of an iteration goes by, oldest first: its own, and
+        those of the iterations that have ended when it begins. fresh: only those that this process
+        added."""
+        ended = iteration - 1 - self._run.config.schedule.staleness
         with self._lock:
-            fresh = self._seen[self._inherited :]
-        return [seen for seen in fresh if seen.iteration <= iteration]
+            seen = self._seen[self._inherited if fresh else 0 :]
+        return [each for each in seen if each.iteration == iteration or each.iteration <= ended]

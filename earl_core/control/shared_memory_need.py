@@ -34,7 +34,10 @@ def need_of(config: RunConfig) -> Need:
     columns = int(config.needs_reference) + int(config.needs_old_logprobs)
     tokens = min(rollout.max_model_len or positions, positions)
     samples = samples_bytes(rollout.episodes_per_iteration, tokens, columns)
-    return Need(published_bytes(model, rollout.dtype), samples * config.checkpoint.every)
+    # Stale rollouts play older versions, and their shards wait for their updates.
+    ahead = config.schedule.staleness
+    kept = samples * (config.checkpoint.every + ahead)
+    return Need(published_bytes(model, rollout.dtype), kept, VERSIONS + ahead)
 
 
 def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Finding]:
@@ -42,13 +45,13 @@ def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Findi
     max_bytes: `dispatch.max_bytes`."""
     larger = enlarge(need.size)
     limit = shards_limit(max_bytes, room.size, need.version)
-    weights = f"{VERSIONS} x {gib(need.version)}"
+    weights = f"{need.versions} x {gib(need.version)}"
     if need.weights > room.free:
-        text = f"two versions of the model's weights must fit, {weights}: {room}"
+        text = f"{need.counted} of the model's weights must fit, {weights}: {room}"
         yield Finding("blocks", text, f"free some with `earl shards sweep`, or {larger}")
     elif max_bytes is not None and need.weights + max_bytes > room.size:
         text = (
-            f"dispatch.max_bytes is {gib(max_bytes)}, and two versions of the weights need "
+            f"dispatch.max_bytes is {gib(max_bytes)}, and {need.counted} of the weights need "
             f"{weights} beside it, but {room.place} has {gib(room.size)} in all"
         )
         yield Finding(

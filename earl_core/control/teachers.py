@@ -13,9 +13,9 @@ from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.algorithm import INITIAL
-from earl_core.config.feasibility import check_stages
+from earl_core.config.feasibility import tensor_problem
 from earl_core.control.ancestor import Ancestor, find_model, keep, kept_record
-from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.shapes import ModelShape
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import vocabulary_problem
 from earl_core.run import RunDirectory
@@ -65,9 +65,7 @@ def keep_teachers(run: RunDirectory, teachers: Teachers) -> None:
         run.update_record(references=records)
 
 
-def check_teachers(
-    config: RunConfig, policy: Path, hardware: Hardware, teachers: Teachers | None = None
-) -> None:
+def check_teachers(config: RunConfig, policy: Path, teachers: Teachers | None = None) -> None:
     """Raise `ConfigError` for a teacher with another vocabulary than the policy in this directory,
     or that the update's deployment cannot be laid out for.
 
@@ -83,12 +81,22 @@ def check_teachers(
                 f"({problem})",
                 remedy="name a model with the policy's tokenizer",
             )
-        try:
-            check_stages(config, shape, hardware)
-        except ConfigError as error:
+        _check_layout(config, text, shape)
+
+
+def _check_layout(config: RunConfig, text: str, shape: ModelShape) -> None:
+    """A reference stage that is no choice of its own is laid out as the update."""
+    if config.selector.policy != "fixed":
+        return
+    for key, iteration in config.stages.steps():
+        update = config.stages.at(iteration)[1]
+        degree = 1 if update is None else update.tensor_parallel
+        if problem := tensor_problem(shape, degree, engine=False):
             raise ConfigError(
-                f"algorithm.kl.reference {text!r} scores as the update is laid out: {error}"
-            ) from None
+                f"algorithm.kl.reference {text!r} is laid out as {key}.update with tensor_parallel "
+                f"{degree}, and {problem}",
+                remedy="use a degree that divides both models, or selector.policy live_tokens",
+            )
 
 
 def reference_shapes(config: RunConfig) -> tuple[ModelShape, ...]:

@@ -31,8 +31,11 @@ class Assignment:
 class Placement(Protocol):
     """One way to share a host between rollout and training (`update`, and `reference` beside it).
 
-    rollout: devices of all engines together. update: ranks of the update.
+    rollout: devices of all engines together. update: ranks of the update. side_by_side: both may
+    work at the same time.
     """
+
+    side_by_side: bool
 
     def devices(self, rollout: int, update: int) -> int:
         """Devices that a run with such stage deployments needs."""
@@ -53,6 +56,8 @@ class Placement(Protocol):
 
 class Colocated:
     """Rollout and training use all devices, in turn."""
+
+    side_by_side = False
 
     def devices(self, rollout: int, update: int) -> int:
         return max(rollout, update)
@@ -75,6 +80,8 @@ class Colocated:
 class Separate:
     """Engines have the first devices, training the last ones; nobody makes room for anybody."""
 
+    side_by_side = True
+
     def devices(self, rollout: int, update: int) -> int:
         return rollout + update
 
@@ -92,6 +99,19 @@ class Separate:
         wanted = deployment.ranks * deployment.threads
         gpus = _gpus(site)[-deployment.ranks :]
         return Assignment(site.cores[-wanted:] if wanted < len(site.cores) else (), gpus)
+
+    def gives_way(self, role: str) -> tuple[str, ...]:
+        return ()
+
+
+class Shared(Colocated):
+    """Rollout and training use all devices at the same time; nobody makes room for anybody."""
+
+    side_by_side = True
+
+    def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
+        # Threads move to whatever core is free.
+        return Assignment(gpus=_first_devices(deployment, member, site).gpus)
 
     def gives_way(self, role: str) -> tuple[str, ...]:
         return ()
@@ -156,5 +176,9 @@ def _first_devices(deployment: StageDeployment, member: int, site: HostResources
     return Assignment(site.cores[member * width : (member + 1) * width] if enough else (), gpus)
 
 
-PLACEMENTS: Mapping[str, Placement] = {"colocated": Colocated(), "separate": Separate()}
+PLACEMENTS: Mapping[str, Placement] = {
+    "colocated": Colocated(),
+    "separate": Separate(),
+    "shared": Shared(),
+}
 """Every placement by the name that `stages.placement` gives it."""

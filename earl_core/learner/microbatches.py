@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
+from earl_core.algorithms import importance
 from earl_core.algorithms.aggregation import AGGREGATIONS
-from earl_core.algorithms.importance import ImportanceCorrection, mismatch_metrics
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.objective import MicrobatchLoss, Objective
 from earl_core.algorithms.policy_losses import CLIPPED, POLICY_LOSSES, LossInputs
@@ -177,9 +177,9 @@ class Algorithm:
         self._objective = _objective(config)
         self._kl = config.kl
         correction = config.importance_correction
-        self._correction = (
-            None if correction is None else ImportanceCorrection(**correction.model_dump())
-        )
+        self._correction = None
+        if correction is not None:
+            self._correction = importance.ImportanceCorrection(**correction.model_dump())
 
     @property
     def whole_episodes(self) -> bool:
@@ -305,7 +305,7 @@ class UpdateMetrics:
         own = np.concatenate([np.empty((0, 4), dtype=np.float32), *parts])
         table = np.concatenate(ranks.gather_rows(own))
         self._compared.append(table[table[:, 3] == 1.0])
-        return mismatch_metrics(*self._compared[-1].T[:3])
+        return importance.mismatch_metrics(*self._compared[-1].T[:3])
 
     def step(self, grad_norm: float, seconds: float, measured: bool) -> None:
         """Close a minibatch: its gradient norm before clipping, its duration, and whether a trained
@@ -337,10 +337,10 @@ class UpdateMetrics:
         if largest != -math.inf:
             metrics["ratio_max"] = float(np.exp(np.float32(largest)))
         if self._compared:
-            metrics |= mismatch_metrics(*np.concatenate(self._compared).T[:3])
+            metrics |= importance.mismatch_metrics(*np.concatenate(self._compared).T[:3])
         counts = _added(every, "counts")
         if counts["weighted"]:
-            metrics["importance_weight_mean"] = counts["weights"] / counts["weighted"]
+            metrics |= importance.weight_metrics(*(counts[name] for name in importance.WEIGHED))
         tokens, seconds = counts["tokens"], max(each["seconds"] for each in every)
         out = epochs * skipped.tokens
         return (
@@ -363,7 +363,7 @@ class UpdateMetrics:
 
     def _own(self) -> dict[str, Any]:
         weights = torch.cat([torch.empty(0), *(each.cpu() for each in self._weights)]).double()
-        weighted = {"weights": float(weights.sum()), "weighted": weights.numel()}
+        weighted = importance.weight_counts(weights)
         return {
             "sums": {name: float(value) for name, value in self._sums.items()},
             "log_ratio_max": float(np.max([-math.inf, *map(float, self._log_ratio_max)])),

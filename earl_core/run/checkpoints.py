@@ -161,7 +161,7 @@ def remove_leftovers(run_directory: Path) -> None:
     for path in (run_directory / "checkpoints").glob(".*"):
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-    for folder in (".", "iterations/*", "checkpoints/*"):
+    for folder in (".", "iterations/*", "checkpoints/*", "weights"):
         for path in run_directory.glob(f"{folder}/.*.tmp"):
             if _ASIDE.fullmatch(path.name) and is_regular(path):
                 path.unlink(missing_ok=True)

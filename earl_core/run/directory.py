@@ -10,8 +10,9 @@ runs/<name>/
   system.jsonl                   how loaded the machine was, while it was tracked
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
-  ancestor/                      a copy of the weights that it began with (`control.ancestor`)
+  ancestor/, references/         the weights that it began with, and its teachers
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
+  weights/                       older versions that rollouts to come play, if they are stale
   logs/attempt_1/                worker logs
 """
 
@@ -52,6 +53,7 @@ from earl_core.run.record import (
     check_not_copied,
     checked_uid,
     place_of,
+    played_in,
     read_record,
     settings_of,
     write_record,
@@ -79,7 +81,7 @@ class RunDirectory:
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
         self.config = config
-        self.versions = PolicyVersions(path)
+        self.versions = PolicyVersions(path, config.schedule.staleness)
         self._record_lock = threading.Lock()
         self._lock = RunLock(path)
         self._store_lock: FileLock | None = None
@@ -133,7 +135,7 @@ class RunDirectory:
             return
         before, now = self.record["settings"], settings_of(self.config)
         different = [part for part in _IDENTITY if _given(before, part) != _given(now, part)]
-        if _played(before) != _played(now):
+        if played_in(before) != played_in(now):
             different.append("environment")
         if different:
             raise ConfigError(
@@ -291,16 +293,22 @@ class RunDirectory:
         self.release_through(iteration)
 
     def prune_checkpoints(self) -> None:
-        """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, and
-        unfinished ones.
+        """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, those
+        that are still to be evaluated, and unfinished ones.
 
         One that is held (`holding_checkpoint`) goes at the next pruning.
         """
         stable = self.stable_iterations()
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, self.best_stable())
+        kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
         for iteration in stable:
             if iteration not in kept:
                 remove_checkpoint(self.checkpoint_path(iteration))
+
+    def _to_evaluate(self, version: int) -> bool:
+        return (
+            self.config.evaluates(version) and not self.stage_path(version, "evaluation").is_file()
+        )
 
     def release_through(self, iteration: int) -> None:
         """Release the shards that nobody needs once a checkpoint covers this iteration."""
@@ -385,14 +393,6 @@ def _given(settings: Mapping[str, Any], part: str) -> Any:
     if isinstance(value, Mapping):
         return {name: each for name, each in value.items() if each is not None}
     return value
-
-
-def _played(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings that decide what is played; weights and time limits may change. One
-    environment has no label, and counts its prompts otherwise than a mixture of one."""
-    played = (settings["environment"], *settings["environments"])
-    names = ("label", "name", "agent", "options")
-    return [{name: each[name] for name in names if name in each} for each in played if each]
 
 
 def _holds_something(path: Path) -> bool:

@@ -40,14 +40,15 @@ def assigned(iteration: int) -> UpdateVersions:
 
 
 class PolicyVersions:
-    """The versions of one run. run: its directory, which is only read.
+    """The versions of one run. run: its directory, which is only read. staleness: its
+    `schedule.staleness`; only what is played depends on it.
 
     An iteration whose update is not sealed has the versions that are assigned to it. Manifests that
     are damaged count as if they were not there.
     """
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Path, staleness: int = 0) -> None:
+        self._run, self._staleness = run, staleness
 
     def update(self, iteration: int) -> UpdateVersions:
         """The versions of an iteration's update."""
@@ -63,13 +64,19 @@ class PolicyVersions:
         return self.update(iteration - 1).made if iteration > 0 else INITIAL_VERSION
 
     def played(self, iteration: int) -> int:
-        """The version that the iteration's rollout is played with: the newest one."""
-        return self.before(iteration)
+        """The version that the iteration's rollout is played with: the newest one, or the one that
+        was so `staleness` iterations ago."""
+        return self.before(iteration - self._staleness)
+
+    def to_play(self, after: int) -> range:
+        """The versions, older than the one that iteration `after` made, that rollouts of later
+        iterations are played with."""
+        return range(self.played(after + 1), self.update(after).made)
 
     def of_stage(self, iteration: int, stage: str) -> int:
-        """The version that the stage's manifest names: what it plays, trains or publishes, or what
-        played its data."""
-        makes = STAGES[stage].makes if stage in STAGES else "columns"
+        """The version that the stage's manifest names: what it evaluates, trains or publishes, or
+        what played its data."""
+        makes = STAGES[stage].makes if stage in STAGES else "state"
         if makes == "state":
             return self.before(iteration)
         return self.update(iteration).made if makes == "weights" else self.played(iteration)

@@ -206,6 +206,14 @@ def write_record(run_directory: Path, record: Mapping[str, Any]) -> None:
     write_atomic(Path(run_directory) / "run.json", json.dumps(content, indent=1).encode())
 
 
+def played_in(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings that decide what is played; weights and time limits may change. One
+    environment has no label, and counts its prompts otherwise than a mixture of one."""
+    played = (settings["environment"], *settings["environments"])
+    names = ("label", "name", "agent", "options")
+    return [{name: each[name] for name in names if name in each} for each in played if each]
+
+
 def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:
     """List the settings that differ from those the run last worked with, each as `name: old →
     new`."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
-from earl_core.config.run import KEPT_ANCESTOR
+from earl_core.config.run import KEPT_ANCESTOR, KEPT_REFERENCES
 from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
@@ -22,6 +22,7 @@ from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpo
 from earl_core.run.policy_versions import INITIAL_VERSION, PolicyVersions
 from earl_core.run.record import read_uid, write_record
 from earl_core.run.run_stores import run_store
+from earl_core.run.saved_versions import hand_over
 from earl_core.system.files import link_or_copy, make_directory, write_atomic
 
 
@@ -32,17 +33,23 @@ def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted:
     Raises `ConfigError` when the weights that the iteration starts from are gone.
     """
     make_directory(target, mode=0o700)
-    if (run / KEPT_ANCESTOR).is_dir():
-        shutil.copytree(run / KEPT_ANCESTOR, target / KEPT_ANCESTOR, copy_function=link_or_copy)
+    for folder in (KEPT_ANCESTOR, KEPT_REFERENCES):
+        if (run / folder).is_dir():
+            shutil.copytree(
+                run / folder, target / folder, symlinks=True, copy_function=link_or_copy
+            )
     _copy_checkpoint(run, iteration, target)
     uid = new_uid()
     write_record(target, {"uid": uid, "attempts": 0})
     store = run_store(target, wanted)
-    for stage in ("rollout", "update"):
+    staleness = config.schedule.staleness
+    for back, stage in ((1, "rollout"), (1, "update"), (1 + staleness, "reward")):
         with suppress(ManifestError):
             # Where the environments of a mixture stood, and the policy version that was made.
-            before = _manifest(run, iteration - 1, stage).model_copy(update={"shards": ()})
+            before = _manifest(run, iteration - back, stage).model_copy(update={"shards": ()})
             _seal(target, before, uid)
+    if staleness:
+        _copy_played(run, config, iteration, target, uid)
     sealed = (stage.name for stage in STAGES.values() if stage.makes in ("plan", "columns"))
     for stage in sealed:
         with suppress(ManifestError, SpillError):
@@ -80,6 +87,17 @@ def _copy_checkpoint(run: Path, iteration: int, target: Path) -> None:
     source = run / "checkpoints" / name
     with holding_checkpoint(source / MARKER):
         shutil.copytree(source, target / "checkpoints" / name, copy_function=link_or_copy)
+
+
+def _copy_played(run: Path, config: RunConfig, iteration: int, target: Path, uid: str) -> None:
+    """Copy the weights that the iteration's rollout plays, where its checkpoint holds newer
+    ones."""
+    versions = PolicyVersions(run, config.schedule.staleness)
+    if (version := versions.played(iteration)) < versions.before(iteration):
+        with suppress(ManifestError):
+            published = _manifest(run, *versions.publication(version))
+            hand_over(published, run, run_store(run, config).directory, target)
+            _seal(target, published, uid)
 
 
 def _copy_shards(run: Path, config: RunConfig, manifest: Manifest, store: ShardStore) -> None:

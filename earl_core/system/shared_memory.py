@@ -27,15 +27,22 @@ _GIB = 2**30
 
 class Need(NamedTuple):
     """Bytes that a run keeps in the shared memory of each host. version: one set of published
-    weights. samples: the shards of the iterations between two checkpoints."""
+    weights. samples: the shards of the iterations between two checkpoints. versions: sets of
+    weights that must fit beside each other."""
 
     version: int
     samples: int
+    versions: int = VERSIONS
+
+    @property
+    def counted(self) -> str:
+        """The number of versions, in words."""
+        return f"{'two' if self.versions == 2 else self.versions} versions"
 
     @property
     def weights(self) -> int:
         """Bytes of all versions."""
-        return VERSIONS * self.version
+        return self.versions * self.version
 
     @property
     def size(self) -> int:

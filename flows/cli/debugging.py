@@ -19,6 +19,7 @@ from earl_core.config.load import recipe_names
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.services import CheckpointConfig, ClusterConfig, ExperienceConfig
 from earl_core.config.stages import RolloutStage, StagesConfig, UpdateStage
+from earl_core.control.ancestor import beginning
 from earl_core.deployment.stage_deployment import AXES
 from earl_core.dispatch import read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path
@@ -51,7 +52,8 @@ def debug(
     """
     console = make_console()
     run = _find(name, runs_directory, run_only=stage is not None or iteration is not None)
-    given = stored_config(run, overrides) if run else load_config(name, overrides)
+    # A run that it begins from lies in the usual runs directory.
+    given = stored_config(run, overrides) if run else beginning(load_config(name, overrides))
     if stage is None:
         few = max(_FEW_PROMPTS, given.update.minibatches)
         prompts = prompts or min(few, given.rollout.prompts_per_iteration)

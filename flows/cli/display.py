@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -122,6 +122,7 @@ class LiveDisplay(Display):
         self._evaluations = list(evaluations)
         self._stage, self._preparing = "starting", ""
         self._numbers: Event = {}
+        self._stages: dict[tuple[int, str], Event] = {}
         self._spinner = Spinner("dots")
         self._size = console.size
         self._live = Live(
@@ -135,16 +136,18 @@ class LiveDisplay(Display):
         with self._changing:
             if "finished" in event:
                 self._add(stage, {"iteration": iteration, **event["metrics"]})
+                self._end(lambda number, name: number == iteration)
             elif "downloading" in event or "building" in event:
                 self._show(preparation(event), event)
             elif preparing := preparation(event):
                 self._preparing = preparing
-            elif "stage_started" in event:
-                self._show(stage)
             elif "say" in event:
                 self._show(event["say"])
-            elif "metrics" not in event and "still" not in event:
-                self._show(stage, event)
+            elif "metrics" in event:
+                self._end(lambda number, name: (number, name) == (iteration, stage))
+            elif "still" not in event:
+                self._preparing = ""
+                self._stages[iteration, stage] = {} if "stage_started" in event else event
 
     def _add(self, stage: str, line: Line) -> None:
         if stage == "evaluation":
@@ -155,8 +158,16 @@ class LiveDisplay(Display):
             before = [row for row in self._rows if row["iteration"] < line["iteration"]]
             self._rows = [*before, line][-_ITERATIONS_SHOWN:]
 
+    def _end(self, over: Callable[[int, str], bool]) -> None:
+        """Forget the stages that are over; the last one is shown until another begins."""
+        left = {key: event for key, event in self._stages.items() if not over(*key)}
+        if self._stages and not left:
+            self._show([*self._stages][-1][1])
+        self._stages = left
+
     def _show(self, stage: str, numbers: Event | None = None) -> None:
         self._stage, self._preparing, self._numbers = stage, "", numbers or {}
+        self._stages = {}
 
     def say(self, text: str) -> None:
         with self._changing:
@@ -169,7 +180,7 @@ class LiveDisplay(Display):
         """All that is shown now."""
         self._redraw_if_resized()
         with self._changing:
-            parts: list[RenderableType] = [self._head(), self._activity()]
+            parts: list[RenderableType] = [self._head(), *self._activities()]
             if self._rows:
                 parts.append(iteration_table(self._rows))
             if self._evaluations:
@@ -194,11 +205,19 @@ class LiveDisplay(Display):
         done, total = finished, self._iterations
         return BarLine(Text(text, style="bold"), Text(times, style="dim"), total, done)
 
-    def _activity(self) -> BarLine:
-        text = ": ".join(part for part in (self._stage, self._preparing) if part)
-        done, total, _ = counted(self._numbers)
-        numbers = Text(numbers_text(self._numbers), style="dim")
-        return BarLine(Text(text, style="bold cyan"), numbers, total, done, self._spinner)
+    def _activities(self) -> Iterator[BarLine]:
+        """One line for each stage that goes on, by iteration where there are several."""
+        several = len({number for number, _ in self._stages}) > 1
+        doing = [
+            (f"{number}: {stage}" if several else stage, event)
+            for (number, stage), event in sorted(self._stages.items(), key=lambda each: each[0])
+        ] or [(self._stage, self._numbers)]
+        for place, (stage, event) in enumerate(doing):
+            preparing = self._preparing if place == len(doing) - 1 else ""
+            text = ": ".join(part for part in (stage, preparing) if part)
+            done, total, _ = counted(event)
+            numbers = Text(numbers_text(event), style="dim")
+            yield BarLine(Text(text, style="bold cyan"), numbers, total, done, self._spinner)
 
     def __enter__(self) -> Display:
         super().__enter__()

@@ -96,6 +96,20 @@ def test_a_started_worker_is_shown_until_the_stage_reports() -> None:
     assert "starting" not in rendered(display)
 
 
+def test_stages_of_overlapping_iterations_have_a_line_each() -> None:
+    display = live(iterations=20)
+    display.listen("update", 12, {"stage_started": True})
+    display.listen("rollout", 13, {"stage_started": True})
+    display.listen("rollout", 13, {"episodes_done": 39, "episodes": 64})
+    assert "12: update" in rendered(display)
+    assert "13: rollout" in rendered(display)
+    assert "39/64 episodes" in rendered(display)
+    display.listen("update", 12, {"metrics": {}})
+    assert "update" not in rendered(display)
+    display.listen("rollout", 13, {"metrics": {}})
+    assert "rollout" in rendered(display), "the last one stays until another begins"
+
+
 def test_workers_that_take_another_layout_are_shown() -> None:
     display = live(iterations=1)
     display.listen("update", 4, {"stage_started": True})

@@ -15,11 +15,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.config.services import DispatchConfig
 from earl_core.control.ancestor import beginning, find_ancestor
 from earl_core.control.policy_player import find_checkpoint
+from earl_core.control.teachers import find_teachers
 from earl_core.run.episodes import read_samples
 from earl_core.run.model_card import model_card
 from earl_core.run.record import lineage, lineage_names, read_record, stored_config
+from earl_core.run.rehearsal import rehearse
 from flows.cli.training import preflight
 from flows.cli.training import train as train_command
 from tests.flows.runs import KILLED, Runs
@@ -182,6 +185,32 @@ def logprobs_of(model: Path, sample: dict[str, Any]) -> np.ndarray:
         logits = AutoModelForCausalLM.from_pretrained(model)(tokens).logits[0, :-1].double()
     found = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy()
     return found[np.array(sample["loss_mask"][1:], dtype=bool)]
+
+
+def test_a_model_of_the_hub_is_downloaded_at_the_start(story: Runs) -> None:
+    config = configured(story, "name=child", "model.path=''", "model.from=org/name")
+    found = find_ancestor(config)
+    assert found is not None
+    assert (found.record["path"], found.record["name"]) == ("org/name", "name")
+    assert beginning(config).model.from_hub
+    assert config.model.made.path == "org/name"
+    # What looks like a run's directory is none of the hub's.
+    here = configured(story, "name=child", "runs_directory=runs", "model.from=runs/nobody")
+    with pytest.raises(ConfigError, match="there is no model 'runs/nobody': name a run of runs/"):
+        find_ancestor(here)
+
+
+def test_a_rehearsal_has_the_models_too(story: Runs, tmp_path: Path) -> None:
+    config = stored_config(story.run("whole"))
+    place = {"name": "again", "runs_directory": str(tmp_path)}
+    wanted = config.model_copy(
+        update={**place, "dispatch": DispatchConfig(directory=str(tmp_path))}
+    )
+    rehearse(story.run("whole"), config, 1, tmp_path / "again", wanted)
+    assert find_ancestor(wanted) is None
+    assert find_teachers(wanted) == {}
+    models = (wanted.initial_model, *map(wanted.reference_model, wanted.references))
+    assert all((Path(model.path) / "model.safetensors").is_file() for model in models)
 
 
 def refused(story: Runs, *overrides: str) -> str:

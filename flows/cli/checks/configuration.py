@@ -149,7 +149,7 @@ def teachers(config: RunConfig) -> Iterator[Finding]:
     found = find_teachers(config)
     path = Path(config.initial_model.path)
     if (path / "config.json").is_file():
-        check_teachers(config, path, expected_hardware(config), found)
+        check_teachers(config, path, found)
     yield from ()
 
 

@@ -94,7 +94,7 @@ def _needed(config: RunConfig, room: Room) -> Iterator[Finding]:
         yield refused(error)
         return
     findings = list(judged_room(need, room, config.dispatch.max_bytes))
-    text = f"two versions of the weights, {gib(need.weights)}, and {gib(need.samples)} of samples"
+    text = f"{need.counted} of the weights, {gib(need.weights)}, and {gib(need.samples)} of samples"
     yield from findings or [Finding("good", f"{text} fit")]
 
 

@@ -1,0 +1,119 @@
+"""Iterations that run side by side, and what each stage of them waits for.
+
+With `schedule.staleness` s an iteration may begin once iteration k - 1 - s has ended; its rollout
+follows that of iteration k - 1 on the engines, its training follows the publication of iteration
+k - 1. `train` begins the iterations in order, each as a flow run of its own.
+
+| of iteration k | begins when |
+|---|---|
+| select | iteration k - 1 - s has ended, and iteration k - 1 has a plan |
+| rollout | rollout k - 1 is sealed, and the version that it plays is evaluated, if that is due |
+| reward, advantage | their inputs are sealed |
+| reference, update | iteration k - 1 is published |
+| the end: metrics, STABLE, release of shards | iteration k - 1 has ended |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from earl_core.deployment.stages import ROLES, ROWS, Stage
+from earl_core.system.errors import EarlError
+from flows.running import log
+
+BEGUN, PLAYED, END = "begun", "rollout", "end"
+"""Points of an iteration: its flow run runs; no engine works for it any more; all of it is
+done."""
+
+
+class LeftAhead(EarlError):
+    """An iteration that ran ahead ends because an earlier one failed."""
+
+
+class Overlap:
+    """The points that the iterations of one `train` have passed. All of it is on one event loop.
+
+    staleness: the run's, at least 1. first: the iteration that it begins with; those before have
+    ended. evaluate: evaluates a policy version if that is due; done before the first rollout that
+    is played with it.
+    """
+
+    def __init__(
+        self, staleness: int, first: int, evaluate: Callable[[int], Awaitable[object]]
+    ) -> None:
+        self._staleness, self._first, self._evaluate = staleness, first, evaluate
+        self._passed: set[tuple[int, str]] = set()
+        self._stopped = ""
+        self._changed = asyncio.Condition()
+
+    async def before(self, iteration: int, stage: Stage) -> None:
+        """Wait until the stage of the iteration may begin. Raises `LeftAhead` once `stop` was
+        called."""
+        if self._stopped:
+            raise LeftAhead(self._stopped)
+        if stage.makes == "plan":
+            await self._reached(iteration - 1 - self._staleness, END)
+            await self._reached(iteration - 1, stage.name)
+        elif stage.role == "rollout":
+            await self._reached(iteration - 1, PLAYED)
+            await self._evaluate(iteration)
+        elif ROLES[stage.role].placed:
+            await self._reached(iteration - 1, "publish")
+
+    async def before_end(self, iteration: int) -> None:
+        """Wait until the iteration may be finished."""
+        await self._reached(iteration - 1, END)
+
+    async def begun(self, iteration: int) -> None:
+        """Wait until the iteration's flow run runs."""
+        await self._reached(iteration, BEGUN)
+
+    async def passed(self, iteration: int, point: Stage | str) -> None:
+        """A stage of the iteration is sealed, or its flow run has begun (`BEGUN`) or ended
+        (`END`)."""
+        if isinstance(point, Stage):
+            # An iteration that imitates leaves the engines to the next one.
+            point = PLAYED if point.name in ROWS else point.name
+        async with self._changed:
+            self._passed.add((iteration, point))
+            self._changed.notify_all()
+
+    async def stop(self, why: str) -> None:
+        """Have all that waits end with `LeftAhead`, now and later."""
+        async with self._changed:
+            self._stopped = why
+            self._changed.notify_all()
+
+    async def _reached(self, iteration: int, point: str) -> None:
+        if iteration < self._first:
+            return
+        async with self._changed:
+            if point != BEGUN and (iteration, point) not in self._passed and not self._stopped:
+                log(f"waits for iteration {iteration}: {point}")
+            await self._changed.wait_for(
+                lambda: (iteration, point) in self._passed or self._stopped
+            )
+        if (iteration, point) not in self._passed:
+            raise LeftAhead(self._stopped)
+
+
+_open: dict[str, Overlap] = {}
+
+
+@contextmanager
+def overlapping(run: Path, overlap: Overlap) -> Iterator[None]:
+    """Have the iterations of the run find it until the block ends."""
+    name = str(run.resolve())
+    _open[name] = overlap
+    try:
+        yield
+    finally:
+        del _open[name]
+
+
+def overlap_of(run: Path) -> Overlap | None:
+    """Find what iterations of the run wait for; None where they run one after another."""
+    return _open.get(str(run.resolve()))

@@ -1,0 +1,59 @@
+"""Stale rollouts: side by side with updates, one after another and killed, with equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.flows.runs import KILLED, Runs
+
+Undisturbed = Callable[..., Runs]
+
+STALE = (
+    "iterations=4",
+    "schedule.staleness=1",
+    "algorithm.importance_correction={}",
+    "evaluation.every=2",
+    "evaluation.episodes=8",
+)
+SIDE_BY_SIDE = (*STALE, "stages.placement=shared")
+
+
+def intervals(runs: Runs, stage: str) -> dict[int, tuple[float, float]]:
+    """Start and seal of a stage by iteration, in seconds."""
+    times: dict[tuple[int, str], float] = {
+        (line["iteration"], line["event"]): line["time"]
+        for line in runs.ledger()
+        if line["stage"] == stage
+    }
+    return {
+        iteration: (times[iteration, "started"], seconds)
+        for (iteration, event), seconds in times.items()
+        if event == "sealed"
+    }
+
+
+def test_iterations_side_by_side_have_the_bits_of_iterations_in_turn(
+    runs: Runs, undisturbed: Undisturbed
+) -> None:
+    in_turn = undisturbed(*STALE)
+    runs.train(*SIDE_BY_SIDE)
+    runs.assert_learnt()
+    assert [runs.weights(k) for k in range(4)] == [in_turn.weights(k) for k in range(4)]
+    evaluated = [k for k, stage in runs.executed("sealed") if stage == "evaluation"]
+    assert evaluated == [0, 2, 4]
+    rollouts, updates = intervals(runs, "rollout"), intervals(runs, "update")
+    # Later ones are shorter than what Prefect takes to begin a flow run.
+    assert rollouts[1][0] < updates[0][1], (rollouts, updates)
+    assert runs.shared_memory() == []
+
+
+def test_killed_and_resumed_has_equal_bits(runs: Runs, undisturbed: Undisturbed) -> None:
+    for moment in ("rollout.seal@2", "update.seal@2", "stable.after@2"):
+        runs.train(*SIDE_BY_SIDE, fault=f"{moment}=kill", expect=KILLED)
+        runs.wait_for_workers_to_end()
+    for path in runs.shared_memory():
+        path.unlink()
+    runs.train(*SIDE_BY_SIDE)
+    assert runs.weights(3) == undisturbed(*STALE).weights(3)
+    assert runs.shared_memory() == []
+    runs.wait_for_workers_to_end()
