@@ -162,7 +162,7 @@ async def compare(config: RunConfig, options: argparse.Namespace, report: Report
     try:
         from earl_core.weights.load import manifest_from_directory
 
-        await engine.load_weights(manifest_from_directory(Path(config.model.path), 0))
+        await engine.play_under(manifest_from_directory(Path(config.model.path), 0))
         await rates(engine, chat, options, report)
     finally:
         await engine.stop()

@@ -21,9 +21,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.reshard import QUICK, SMOLLM2, ModelSize, connected, even_llama, in_ranks
+from earl_core.config.model import AdapterConfig
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch.segments.pool import SegmentPool
+from earl_core.learner.low_rank import attach_pairs, entry_of, pairs_of, peft_name
 from earl_core.learner.parallel.mesh import leave_world
 from earl_core.learner.parallel_model import parallelize
 from earl_core.rollout.engines.engine import Engine
@@ -33,6 +35,7 @@ from tools.harness import REPOSITORY, Report, Row, interval, median, parser
 from tools.harness import publish as publish_report
 
 DTYPE = "bfloat16"
+ADAPTER_RANK = 16
 MESHES = {
     "1 rank": StageDeployment("update"),
     "2 ranks, fsdp": StageDeployment("update", shard=2),
@@ -61,13 +64,38 @@ async def _engine_rounds(
         began = time.perf_counter()
         manifest = publish(dict(model.named_parameters()), shared, version, DTYPE)
         published = time.perf_counter()
-        await engine.load_weights(manifest)
+        await engine.play_under(manifest)
         seconds["publish"].append(published - began)
         seconds["load"].append(time.perf_counter() - published)
         if last is not None:
             pool.release(last)
         last, size = Path(manifest.files[0].path), manifest.bytes
     return seconds, size
+
+
+async def _adapter_rounds(
+    engine: Engine, size: ModelSize, shared: Path, rounds: int
+) -> tuple[Seconds, int]:
+    """Publish `rounds` versions of an adapter beside all matrices, and have the engine play them;
+    the bytes of one."""
+    with torch.device("meta"):
+        shell = even_llama(size)
+    entry = entry_of(AdapterConfig(rank=ADAPTER_RANK), shell, "")
+    attach_pairs(shell, entry, torch.float32)
+    pairs = {peft_name(n): torch.randn(each.shape) for n, each in pairs_of(shell).items()}
+    seconds: Seconds = {"publish": [], "load": []}
+    pool, last, written = SegmentPool(shared, sys.maxsize), None, 0
+    for version in range(1, rounds + 1):
+        began = time.perf_counter()
+        manifest = publish(pairs, shared, version, DTYPE, adapter=entry)
+        published = time.perf_counter()
+        await engine.play_under(manifest)
+        seconds["publish"].append(published - began)
+        seconds["load"].append(time.perf_counter() - published)
+        if last is not None:
+            pool.release(last)
+        last, written = Path(manifest.files[0].path), manifest.bytes
+    return seconds, written
 
 
 async def _reload_rounds(
@@ -159,6 +187,14 @@ async def _run(
     memcpy = median(_memcpy(size, rounds))
     gigabytes = size / 1e9
     report.rows.append(_row("torch engine", seconds, memcpy, gigabytes))
+    engine = TorchEngine(disk / "model", dtype=DTYPE, adapter_rank=ADAPTER_RANK)
+    seconds, written = await _with_engine(
+        engine, lambda: _adapter_rounds(engine, model_size, shared / "adapter", rounds)
+    )
+    report.rows.append(
+        _row(f"torch engine, pairs of rank {ADAPTER_RANK}", seconds, memcpy, gigabytes)
+    )
+    report.headline["adapter_bytes_ratio"] = size / written
     for name, mesh in MESHES.items():
         times = in_ranks(
             _publish_in_ranks, mesh.ranks, model_size, name, str(shared / name), rounds
@@ -172,6 +208,8 @@ async def _run(
         "ones write into the pages of a version that nobody reads.",
         "publish: cast from float32 into the shared file, digest, seal. load: check sizes, names "
         "and digest, fill the engine's own tensors (vLLM packs them anew), empty its caches.",
+        f"pairs: of an adapter of rank {ADAPTER_RANK} beside all matrices of the layers, held by "
+        "the engine beside the model; s / GB and the last columns count the whole model's bytes.",
         "memcpy: one copy of these bytes into memory already faulted. save and reload: "
         "`save_pretrained` to disk, then vLLM's `reload_weights` of the directory, from the page "
         "cache. It checks nothing, and leaves tied output layers on a CPU as they were.",

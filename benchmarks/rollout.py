@@ -1,8 +1,9 @@
-"""The agent loop beside raw vLLM (the limit) and beside plain transformers (the alternative).
+"""The agent loop beside raw vLLM (the limit), with an adapter, and beside plain transformers.
 
 Each repetition: EARL plays the games on vLLM and records every request; raw vLLM then replays just
 these requests, an episode's next one when its previous one is answered, in both of its process
-arrangements; EARL plays the games on its torch engine. Repetitions are interleaved, so that a
+arrangements; EARL plays the games with the same policy as an adapter's version 0, whose B is 0,
+and on its torch engine. Repetitions are interleaved, so that a
 machine that becomes slower slows all sides. Ratios are taken within a repetition.
 """
 
@@ -34,12 +35,13 @@ from tools.harness import (
 )
 from tools.process_tree import CommandFailed
 
-OURS, TORCH = "earl-vllm", "earl-torch"
+OURS, ADAPTER, TORCH = "earl-vllm", "earl-vllm-adapter", "earl-torch"
 RAW = ("raw-separate", "raw-in-process")
 SIDES = {
     OURS: "EARL's agent loop on vLLM",
     RAW[0]: "raw vLLM, same requests, engine in a process of its own",
     RAW[1]: "raw vLLM, same requests, engine in the caller's process",
+    ADAPTER: "EARL's agent loop on vLLM, pairs of rank 16 beside all layers' matrices",
     TORCH: "EARL's agent loop on the torch engine",
 }
 # vLLM's processes wait for work in a busy loop for about a second before they sleep.
@@ -185,9 +187,10 @@ def measure(
         for name in RAW if repetition % 2 else RAW[::-1]:
             answer = children[name].measure(recording=played["recording"])
             round_[name] = _result(answer, recording)
-        if TORCH in children:
-            answer = children[TORCH].measure(games=torch_games, repetition=repetition)
-            round_[TORCH] = _result(answer, Recording.from_json(answer["recording"]))
+        for name, count in ((ADAPTER, games), (TORCH, torch_games)):
+            if name in children:
+                answer = children[name].measure(games=count, repetition=repetition)
+                round_[name] = _result(answer, Recording.from_json(answer["recording"]))
         if repetition:
             for name, result in round_.items():
                 found[name].append(result)
@@ -227,6 +230,9 @@ def fill(report: Report, found: dict[str, list[dict[str, Any]]], dtype: str) -> 
         )
         if name == OURS:
             report.headline["rollout_share_of_vllm"] = median(ratios)
+    if ADAPTER in found:
+        share = [a["rate"] / b["rate"] for a, b in zip(found[ADAPTER], found[OURS], strict=True)]
+        report.headline["adapter_rollout_share"] = median(share)
     if TORCH in found:
         over = [a["rate"] / b["rate"] for a, b in zip(found[OURS], found[TORCH], strict=True)]
         report.headline["rollout_speedup_vs_torch_engine"] = median(over)
@@ -244,7 +250,9 @@ def main() -> None:
     options = _options()
     report = Report("rollout", "Agent loop against raw vLLM and the torch engine")
     config = config_here(options.config, options.set)
-    names = [OURS, *RAW] + ([] if options.no_torch else [TORCH])
+    names = [OURS, *RAW]
+    names += [] if options.no_adapter else [ADAPTER]
+    names += [] if options.no_torch else [TORCH]
     with tempfile.TemporaryDirectory(prefix="earl-rollout-") as scratch, ExitStack() as stack:
         children = {}
         for name in names:  # one after another: starting is the heaviest part
@@ -275,6 +283,7 @@ def _options() -> argparse.Namespace:
     made.add_argument("--games", type=int, help="games per repetition; default 64, quick 16")
     made.add_argument("--torch-games", type=int, help="default: as many as --games")
     made.add_argument("--repetitions", type=int, help="default 7, quick 2")
+    made.add_argument("--no-adapter", action="store_true", help="leave the adapter out")
     made.add_argument("--no-torch", action="store_true", help="leave the torch engine out")
     options = made.parse_args()
     options.games = options.games or (16 if options.quick else 64)

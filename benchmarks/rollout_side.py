@@ -2,6 +2,7 @@
 
 `python -m benchmarks.rollout_side SIDE CONFIG [A.B=C ...]` with SIDE one of
     earl-vllm, earl-torch   the agent loop on EARL's engines; plays games and records its requests
+    earl-vllm-adapter       likewise, with pairs of rank 16 beside the model
     raw-separate            vLLM's AsyncLLM, its engine in a process of its own; replays requests
     raw-in-process          vLLM's LLMEngine, stepped in this process; replays requests
 Each line of input is a JSON command, each line of output its JSON answer; the first answer says
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 
 from benchmarks.rollout import Recorder, Recording
 from earl_core.config import RunConfig, load_config
+from earl_core.config.model import AdapterConfig
 from earl_core.control.hardware import read_hardware
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.pretrained.model_directory import model_directory, read_model_shape
@@ -37,6 +39,7 @@ from earl_core.rollout.episode_player import PlaySettings
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.trajectory.samples import EpisodeSpec, derive_seed
+from earl_core.weights.manifest import WeightsManifest
 from tools.harness import stdout_for_results
 
 
@@ -51,9 +54,7 @@ class Side(Protocol):
 class Earl:
     """The agent loop exactly as the rollout worker runs it, with a recorder before the engine."""
 
-    def __init__(self, config: RunConfig) -> None:
-        from earl_core.weights.load import manifest_from_directory
-
+    def __init__(self, config: RunConfig, scratch: Path) -> None:
         self._config = config
         shape = read_model_shape(model_directory(config.model))
         plan = select(SelectionInput.of(config, read_hardware(), shape))
@@ -61,7 +62,7 @@ class Earl:
         self._running = deployment.max_running_requests or config.rollout.max_running_requests
         self._chat = load_chat_tokenizer(config)
         self._engine = build_engine(config, deployment)
-        self._weights = manifest_from_directory(model_directory(config.model), 0)
+        self._weights = _first_version(config, scratch)
         environment = config.environment
         self._pool = EnvironmentPool(environment.name, environment.options, hosts=environment.hosts)
 
@@ -70,7 +71,7 @@ class Earl:
         await self._engine.start()
 
     async def measure(self, command: dict[str, Any]) -> dict[str, Any]:
-        await self._engine.load_weights(self._weights)  # as every iteration does
+        await self._engine.play_under(self._weights)  # as every iteration does
         rollout, games = self._config.rollout, command["games"]
         recorder = Recorder(self._engine)
         specs = [
@@ -93,6 +94,17 @@ class Earl:
     async def stop(self) -> None:
         await self._engine.stop()
         await self._pool.stop()
+
+
+def _first_version(config: RunConfig, scratch: Path) -> WeightsManifest:
+    """The model, or the pairs that change nothing of it."""
+    from earl_core.weights.adapter_pairs import publish_unchanged
+    from earl_core.weights.load import manifest_from_directory
+
+    directory, model = model_directory(config.model), config.model
+    if model.adapter is None:
+        return manifest_from_directory(directory, 0)
+    return publish_unchanged(model.model_copy(update={"path": str(directory)}), scratch, 0)
 
 
 class _Raw:
@@ -259,10 +271,13 @@ class Raw:
 def side(name: str, config: RunConfig, scratch: Path) -> Side:
     """The side of that name, not started."""
     if name == "earl-vllm":
-        return Earl(config)
+        return Earl(config, scratch)
+    if name == "earl-vllm-adapter":
+        model = config.model.model_copy(update={"adapter": AdapterConfig(rank=16)})
+        return Earl(config.model_copy(update={"model": model}), scratch)
     if name == "earl-torch":
         rollout = config.rollout.model_copy(update={"engine": "torch"})
-        return Earl(config.model_copy(update={"rollout": rollout}))
+        return Earl(config.model_copy(update={"rollout": rollout}), scratch)
     kinds: dict[str, type[SeparateProcess | InProcess]] = {
         "raw-separate": SeparateProcess,
         "raw-in-process": InProcess,

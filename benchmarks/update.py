@@ -31,15 +31,19 @@ from tools.harness import REPOSITORY, Report, Row, interval, median, parser, pub
 from tools.process_tree import CommandFailed
 
 EARL, PLAIN, COMPILED, POSITIONS, TRL = "earl", "plain", "compiled", "positions", "trl"
+ADAPTER = "adapter"
+_RANK = 16
 SIDES = {
     EARL: "EARL",
+    ADAPTER: f"EARL, an adapter of rank {_RANK} beside all matrices",
     PLAIN: "plain torch loop, the same packs and attention (the limit)",
     COMPILED: "the same loop, MLPs and norms under torch.compile",
     POSITIONS: "plain torch loop, packed by position ids, sdpa with a dense mask, nothing shared",
     TRL: "TRL",
 }
 _LOOPS = {
-    EARL: None, PLAIN: "SamePacking", COMPILED: "SamePacking", POSITIONS: "PositionIds", TRL: None,
+    EARL: None, ADAPTER: None, PLAIN: "SamePacking", COMPILED: "SamePacking",
+    POSITIONS: "PositionIds", TRL: None,
 }  # fmt: skip
 _TIMEOUT_SECONDS = 3600.0
 _MEMORY_SHARE = 0.85
@@ -72,14 +76,14 @@ class Case:
 
 _THREE = (EARL, PLAIN, TRL)
 CASES = (
-    Case("short", "bf16", None, 24, 4, 2, 2, (*_THREE, POSITIONS, COMPILED), (8, 24)),
-    Case("short", "fp32", None, 24, 4, 1, 1, _THREE, (8,)),
-    Case("4k", "bf16", 4096, 2, 2, 2, 1, _THREE, (1,)),
-    Case("4k", "fp32", 4096, 2, 2, 1, 1, _THREE, (1,)),
+    Case("short", "bf16", None, 24, 4, 2, 2, (*_THREE, ADAPTER, POSITIONS, COMPILED), (8, 24)),
+    Case("short", "fp32", None, 24, 4, 1, 1, (*_THREE, ADAPTER), (8,)),
+    Case("4k", "bf16", 4096, 2, 2, 2, 1, (*_THREE, ADAPTER), (1,)),
+    Case("4k", "fp32", 4096, 2, 2, 1, 1, (*_THREE, ADAPTER), (1,)),
     Case("16k", "bf16", 16384, 2, 2, 1, 1, _THREE, (1,)),
     Case("16k", "fp32", 16384, 2, 2, 1, 1, _THREE, (1,)),
 )
-QUICK = Case("short", "auto", None, 8, 4, 1, 2, _THREE, (8,))
+QUICK = Case("short", "auto", None, 8, 4, 1, 2, (*_THREE, ADAPTER), (8,))
 # A machine without a GPU takes half an hour for the case; it says nothing that 4k does not.
 _GPU_ONLY = ("16k fp32",)
 
@@ -135,6 +139,7 @@ class Runner:
                 f"update.precision={case.precision}",
                 f"update.activation_checkpointing={'full' if long else 'none'}",
                 f"update.threads={self._threads}",
+                *([f"model.adapter.rank={_RANK}"] if side == ADAPTER else []),
             ],
             "loop": _LOOPS[side],
             "compile": side == COMPILED,
@@ -217,7 +222,7 @@ def measure(case: Case, runner: Runner, report: Report) -> Measured:
                 left.remove(side)
                 continue
             rounds[side].append(updates)
-            if norm is not None:
+            if norm is not None and side != ADAPTER:
                 norms[side] = norm
         _check_norms(case, norms)
     if TRL in left:
@@ -273,6 +278,12 @@ def fill(report: Report, found: Sequence[Measured]) -> None:
             ratios = [median(each.ratios(side)) for each in cases if side in each.rounds]
             if ratios:
                 report.headline[name + suffix] = min(ratios)
+        pairs = [each for each in cases if ADAPTER in each.rounds]
+        if pairs:
+            memory = [_peak(each, ADAPTER) / _peak(each, EARL) for each in pairs]
+            report.headline[f"adapter_memory_share{suffix}"] = max(memory)
+            seconds = [median(each.ratios(ADAPTER)) for each in pairs]
+            report.headline[f"adapter_update_seconds_share{suffix}"] = max(seconds)
         memory = [_peak(each, TRL) / _peak(each, EARL) for each in cases if TRL in each.rounds]
         if memory:
             report.headline[f"update_peak_memory_of_trl_over_earl{suffix}"] = min(memory)
@@ -289,6 +300,7 @@ def fill(report: Report, found: Sequence[Measured]) -> None:
         "Long samples are recorded turns laid one after another until the length is reached; "
         "SmolLM2 was trained for 8,192 positions, which does not change what an update costs. "
         "Activation checkpointing is on for them, on every side.",
+        "An adapter's gradient has another norm, that of its pairs alone.",
         "Headlines are the worst case of the recorded episodes as they are, and, named apart, of "
         "the long ones, which share and pad next to nothing. Peak: resident memory of the process "
         "during the update (on a GPU: allocated device memory), weights, gradients and optimizer "

@@ -70,7 +70,7 @@ def profile_of(
 def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> str:
     """Equal where a measurement of one run holds for the other."""
     rollout, update, algorithm = config.rollout, config.update, config.algorithm
-    vllm = rollout.engine == "vllm"
+    vllm, adapter = rollout.engine == "vllm", config.model.adapter
     # Measured figures differ a little each time; the GPU's name stands for them.
     apart = {"fewest_hosts", "figures"} | (set() if hardware.gpus else _OF_GPUS)
     sizes = hardware.model_dump(exclude=apart)
@@ -82,7 +82,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     others = [text for text in config.references if text != INITIAL]
     teachers = {"references": others} if others else {}
     return fingerprint(
-        {"format": FORMAT, "model": model.model_dump(), **teachers},
+        {"format": FORMAT, "model": model.model_dump(exclude={"adapter"}), **teachers},
         {
             "engine": rollout.engine,
             "dtype": rollout.dtype,
@@ -95,6 +95,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
             "old_logprobs": config.needs_old_logprobs,
             "kl": algorithm.kl.placement,
             "entropy": algorithm.entropy_coefficient > 0,
+            **({"adapter": adapter.shape.model_dump(mode="json")} if adapter else {}),
         },
         {"hardware": sizes, "cpu": processor_name()},
         {name: installed(name) or "" for name in _PACKAGES + (_VLLM if vllm else ())},

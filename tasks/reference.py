@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from earl_core.cluster.rpc import Rule, merge_results
-from earl_core.control.learner import call_together
+from earl_core.control.learner import call_together, ensure_learner
 from earl_core.control.stage_execution import StageWatch, load_of
+from earl_core.deployment.stages import STAGES
 from earl_core.run.worker import READ_RULES
 from tasks.stage import StageInputs, stage_task
 
@@ -22,23 +23,32 @@ _RULES: dict[str, Rule] = {
 
 @stage_task
 def reference(given: StageInputs) -> dict[str, Any]:
-    """Score the rollout's samples with the initial model."""
-    controller, deployment = given.controller, given.plan["reference"]
-    load = load_of(given.manifests["rollout"].metrics)
-    watch = StageWatch(controller, deployment, given.iteration)
-    with watch.fitting(load):
-        with watch.timing_switch():
-            controller.groups.get("reference", deployment)
+    """Score the rollout's samples with the initial model: a group's own, or the base of the adapter
+    that the update's ranks train."""
+    controller, iteration = given.controller, given.iteration
+    role = STAGES["reference"].done_by(controller.config)
+    deployment = given.plan[role]
+    # What is seen of the stage is its own, whoever does it.
+    watch = StageWatch(controller, deployment._replace(stage="reference"), iteration)
+    with watch.fitting(load_of(given.manifests["rollout"].metrics)):
+        if role in controller.learners:
+            version = controller.run.versions.before(iteration)
+            ensure_learner(controller, deployment, iteration, version)
+        else:
+            with watch.timing_switch():
+                controller.groups.get(role, deployment)
         results = call_together(
             controller,
             deployment,
-            "reference",
-            "score",
-            given.iteration,
+            role,
+            "score_reference",
+            iteration,
+            stage="reference",
+            kept=role in controller.learners,
             manifests=given.references,
-            link_bytes=given.plan.link_bytes("reference"),
+            link_bytes=given.plan.link_bytes(role),
         )
     result = merge_results(results, _RULES)
     metrics = result["metrics"]
-    metrics["peak_bytes"] = controller.groups.peak_bytes("reference")
+    metrics["peak_bytes"] = controller.groups.peak_bytes(role)
     return {**result, "outputs": watch.measured(metrics)}

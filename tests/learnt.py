@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from earl_core.pretrained.adapter_directory import PAIRS_FILE, is_adapter
 from earl_core.weights.load import model_files
 
 SMALLEST_NORM = 1e-3
@@ -39,5 +40,6 @@ def largest_change(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
 
 
 def weights_in(model: Path) -> dict[str, torch.Tensor]:
-    """The weights of a model directory."""
-    return {name: each for file in model_files(model) for name, each in load_file(file).items()}
+    """The weights of a model directory, or of an adapter's."""
+    files = [model / PAIRS_FILE] if is_adapter(model) else model_files(model)
+    return {name: each for file in files for name, each in load_file(file).items()}

@@ -3,15 +3,68 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
+import xxhash
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from earl_core.deployment.shapes import AdapterShape
 from earl_core.system.settings import Options, Place, Settings
 
 # `models/` is where recipes and documentation keep directories.
 _HUB_NAME = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB = "earl_core.models.hub:build"
+
+
+class AdapterConfig(Settings):
+    """Low-rank pairs that are trained in place of the model's matrices (LoRA, arXiv 2106.09685).
+
+    A matrix `W` [out, in] computes as `W + alpha / rank * B A`, where `A` is [rank, in] and `B`
+    [out, rank]; `W` is frozen.
+    """
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    rank: int = Field(default=16, ge=1, le=512, description="Rows of A, columns of B.")
+    alpha: float = Field(
+        default=32.0, gt=0, description="The product of the pair is scaled by alpha / rank."
+    )
+    targets: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="Matrices that get a pair: ends of their names, such as `q_proj`, or "
+        "`all-linear` for those of all decoder layers. The head and the embedding have none.",
+    )
+    source: Place | None = Field(
+        default=None,
+        alias="from",
+        description="A directory in PEFT's format with the pairs to begin from; by default A is "
+        "random and B is 0, which is the model itself.",
+    )
+
+    @property
+    def shape(self) -> AdapterShape:
+        """The numbers that decide memory and work."""
+        targets = () if isinstance(self.targets, str) else tuple(self.targets)
+        return AdapterShape(rank=self.rank, targets=targets)
+
+    @property
+    def source_digest(self) -> str:
+        """xxh3_128 over the files in `from`, in hex; empty where there are none."""
+        files = sorted(Path(self.source).glob("adapter_*")) if self.source else []
+        return _digest_of(tuple((each, each.stat().st_mtime_ns) for each in files))
+
+
+@cache
+def _digest_of(files: tuple[tuple[Path, int], ...]) -> str:
+    state = xxhash.xxh3_128()
+    for path, _ in files:
+        state.update(f"{path.name}|{path.stat().st_size}|".encode())
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                state.update(piece)
+    return state.hexdigest() if files else ""
 
 
 class ModelConfig(Settings):
@@ -48,6 +101,9 @@ class ModelConfig(Settings):
     chat_template: str | None = Field(
         default=None, description="A Jinja file that replaces the tokenizer's chat template."
     )
+    adapter: AdapterConfig | None = Field(
+        default=None, description="Train low-rank pairs beside a frozen model; by default none."
+    )
     float32_head: bool = Field(
         default=False,
         description="Compute the logits in float32 in engine, trainer and reference while the "
@@ -69,6 +125,10 @@ class ModelConfig(Settings):
         """These settings of a model that lies in another directory."""
         unmade = {"builder": None, "builder_options": dict[str, object]()}
         return self.model_copy(update={"path": str(path), "ancestor": None, **unmade})
+
+    def whole(self, path: str | Path) -> ModelConfig:
+        """These settings of a model that lies in another directory, without an adapter."""
+        return self.at(path).model_copy(update={"adapter": None})
 
     @property
     def made(self) -> ModelConfig:

@@ -31,9 +31,12 @@ _SUPERVISION = (
 
 
 _LATER = {
+    "model.adapter": None,
     "update.zero_advantage": None,
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,
+    "rollout.chat_template_kwargs": {},
+    "rollout.requests": {"constrained": "free"},
     "algorithm.importance_correction.low": 0.0,
     "algorithm.importance_correction.outside": "cut",
 }
@@ -83,7 +86,12 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         section, _, key = name.rpartition(".")
         if name not in _LATER or key in look_up(whole, section):
             found[name] = look_up(whole, name)
+    if config.model.adapter is not None and _ADAPTER in found:
+        found[_ADAPTER]["digest"] = config.model.adapter.source_digest
     return found
+
+
+_ADAPTER = "model.adapter"
 
 
 def look_up(mapping: dict[str, Any], dotted: str) -> Any:

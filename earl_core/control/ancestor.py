@@ -151,7 +151,9 @@ def _checkpoint_of(run: Path, which: str, text: str) -> Ancestor:
     found = find_checkpoint(run, config, which)
     if not (found.policy / "config.json").is_file():
         raise ConfigError(
-            f"{found.policy} holds no whole model", remedy="begin from a run that has trained one"
+            f"{found.policy} holds no whole model",
+            remedy="give it as model.adapter.from, and the model beside which it was trained as "
+            "model.path",
         )
     listed = read_state(found.policy.parent)["files"] if found.marker is not None else {}
     sums = {

@@ -30,6 +30,7 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import ManifestError, read_manifest
 from earl_core.environments.base import Message
+from earl_core.pretrained.adapter_directory import is_adapter, policy_in
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.errors import ContextOverflow
 from earl_core.rollout.pass_rates import suite_results
@@ -49,10 +50,10 @@ from earl_core.selector.choice.selection import SelectionInput
 
 @dataclass(frozen=True)
 class PlayedPolicy:
-    """A policy on disk. version: the policy version; label: how to call it to people. engine: how
-    its run deploys an engine; None before its first iteration. marker: its STABLE file, by which
-    the checkpoint is held while it is used; None for a model that no run removes. damaged: what is
-    wrong with each later one, for which this one stands in."""
+    """A policy on disk: a model directory, or an adapter's. version: the policy version; label: how
+    to call it to people. engine: how its run deploys an engine; None before its first iteration.
+    marker: its STABLE file, by which the checkpoint is held while it is used; None for a model that
+    no run removes. damaged: what is wrong with each later one, for which this one stands in."""
 
     policy: Path
     version: int
@@ -70,9 +71,10 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
     `ConfigError` with the checkpoints there are, `CheckpointError` for a damaged one.
     """
     if which == "initial":
-        path = Path(config.initial_model.path)
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"the initial model {path} is not there (any more)")
+        initial = config.initial_model
+        if not (Path(initial.path) / "config.json").is_file():
+            raise ConfigError(f"the initial model {initial.path} is not there (any more)")
+        path = Path((initial.adapter and initial.adapter.source) or initial.path)
         return PlayedPolicy(path, INITIAL_VERSION, "the initial model", newest_engine(run))
     found = stable_checkpoints(run)
     listed = ", ".join(map(str, found)) or "none yet"
@@ -96,7 +98,7 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
         f"the checkpoint of iteration {number}",
         PolicyVersions(run).update(number).made,
     )
-    policy, engine = path / "policy", newest_engine(run)
+    policy, engine = policy_in(path), newest_engine(run)
     return PlayedPolicy(policy, version, label, engine, path / MARKER, tuple(damaged))
 
 
@@ -121,7 +123,9 @@ class PolicyPlayer:
     def __init__(
         self, config: RunConfig, checkpoint: PlayedPolicy, listener: Progress = quiet
     ) -> None:
-        model = config.initial_model.at(checkpoint.policy.resolve())
+        model = config.initial_model
+        if not is_adapter(checkpoint.policy):
+            model = model.whole(checkpoint.policy.resolve())
         precision = resolved(
             config.model_copy(update={"model": model}), settings=("rollout.dtype",)
         )
@@ -131,7 +135,7 @@ class PolicyPlayer:
         with ExitStack() as held:
             if checkpoint.marker is not None:
                 held.enter_context(holding_checkpoint(checkpoint.marker))
-            self._shape = read_model_shape(checkpoint.policy)
+            self._shape = read_model_shape(Path(model.path))
             directory = config.selector.profile_directory
             hardware = with_figures(read_hardware(), directory=directory)
             self._deployment = self._choose_deployment(hardware)

@@ -233,7 +233,8 @@ class RunController:
             needed = {EVALUATION.role: unsealed(EVALUATION.name)}
         else:
             stages = taking_part(self.config, self.config.imitates(plan.iteration))
-            doing = {role: [s.name for s in stages if s.role == role] for role in PLACED}
+            doers = {stage.name: stage.done_by(self.config) for stage in stages}
+            doing = {role: [name for name, by in doers.items() if by == role] for role in PLACED}
             needed = {role: unsealed(*stages) for role, stages in doing.items()}
         roles = [role for role, wanted in needed.items() if wanted and role in plan.stages]
         self.groups.start_ahead((role, plan.stages[role]) for role in roles)

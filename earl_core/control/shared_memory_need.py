@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from earl_core.config import RunConfig
+from earl_core.pretrained.adapter_checks import pairs_bytes
 from earl_core.pretrained.model_directory import published_bytes, read_model_shape
 from earl_core.selector.model.memory_model import gib
 from earl_core.system.finding import Finding
@@ -37,7 +38,11 @@ def need_of(config: RunConfig) -> Need:
     # Stale rollouts play older versions, and their shards wait for their updates.
     ahead = config.schedule.staleness
     kept = samples * (config.checkpoint.every + ahead)
-    return Need(published_bytes(model, rollout.dtype), kept, VERSIONS + ahead)
+    if config.model.adapter is not None:
+        version = pairs_bytes(config.initial_model, rollout.dtype)
+    else:
+        version = published_bytes(model, rollout.dtype)
+    return Need(version, kept, VERSIONS + ahead)
 
 
 def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Finding]:

@@ -4,11 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from earl_core.system.settings import Settings
+
+
+class AdapterShape(Settings):
+    """Low-rank pairs, [rank, in] and [out, rank], that are trained beside frozen matrices."""
+
+    rank: int = Field(ge=1)
+    targets: tuple[str, ...] = Field(
+        default=(), description="Ends of the matrices' names; none: all of every decoder layer."
+    )
+
+
+class Matrix(NamedTuple):
+    """A matrix [outputs, inputs] of a decoder layer. cut: the side that tensor ranks share."""
+
+    inputs: int
+    outputs: int
+    cut: Literal["inputs", "outputs"]
+
+    def pair(self, rank: int, tensor: int = 1) -> float:
+        """Numbers in a pair of this rank beside one tensor rank's part of the matrix: the side that
+        is not cut is whole on each."""
+        inputs = self.inputs / (tensor if self.cut == "inputs" else 1)
+        outputs = self.outputs / (tensor if self.cut == "outputs" else 1)
+        return rank * (inputs + outputs)
 
 
 class ModelShape(Settings):
@@ -27,6 +51,9 @@ class ModelShape(Settings):
     tied_embeddings: bool = False
     gated_mlp: bool = True
     experts: int = Field(default=0, description="Above 1: a mixture, which no formula here knows.")
+    adapter: AdapterShape | None = Field(
+        default=None, description="The pairs that are trained in place of the model."
+    )
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
@@ -103,6 +130,50 @@ class ModelShape(Settings):
         """All parameters; biases, under 0.1 % in these models, are left out."""
         tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
         return tables + self.layers * self.layer_parameters + self.hidden_size
+
+    def with_adapter(self, adapter: AdapterShape | None) -> ModelShape:
+        """The same model, of which an adapter is trained alone, or with None all of it."""
+        # A copy would keep what was worked out for another one.
+        return ModelShape(**{**self.model_dump(), "adapter": adapter})
+
+    @cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        """The matrices of one decoder layer, under the names that most models use."""
+        hidden, wide = self.hidden_size, self.feed_forward
+        found = {
+            "q_proj": Matrix(hidden, self.query_size, "outputs"),
+            "k_proj": Matrix(hidden, self.key_value_size, "outputs"),
+            "v_proj": Matrix(hidden, self.key_value_size, "outputs"),
+            "o_proj": Matrix(self.query_size, hidden, "inputs"),
+            "gate_proj": Matrix(hidden, wide, "outputs"),
+            "up_proj": Matrix(hidden, wide, "outputs"),
+            "down_proj": Matrix(wide, hidden, "inputs"),
+        }
+        return found if self.gated_mlp else {n: m for n, m in found.items() if n != "gate_proj"}
+
+    @cached_property
+    def adapted(self) -> dict[str, Matrix]:
+        """Those of `matrices` that have a pair: all of them where a target has a name of its own,
+        such as that of a matrix which is several of these."""
+        if self.adapter is None:
+            return {}
+        wanted = {target.rpartition(".")[2] for target in self.adapter.targets}
+        if not wanted <= set(self.matrices):
+            wanted = set()
+        return {name: m for name, m in self.matrices.items() if not wanted or name in wanted}
+
+    def pair_parameters(self, tensor: int = 1) -> float:
+        """Numbers in the pairs of one decoder layer, on one of so many tensor ranks; 0 without an
+        adapter."""
+        rank = self.adapter.rank if self.adapter else 0
+        return sum(matrix.pair(rank, tensor) for matrix in self.adapted.values())
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Parameters that the update moves and publishes: the pairs, or all of them."""
+        if self.adapter is None:
+            return self.parameters
+        return round(self.layers * self.pair_parameters())
 
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token over all layers and heads in bf16, bytes."""

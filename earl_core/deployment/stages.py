@@ -90,7 +90,8 @@ class Stage:
     optional: the attribute, dotted, of a configuration, and of the selection's input where the
     stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
     forward pass of the update's model alone, laid out as the update is unless the choice is its
-    own.
+    own. joins: the attribute of a configuration, and of the selection's input, that says whether
+    the ranks of the update do it, which hold its model then; empty: they never do.
     """
 
     name: str
@@ -100,7 +101,13 @@ class Stage:
     makes: Literal["plan", "columns", "state", "weights"] = "columns"
     optional: str = ""
     scores: bool = False
+    joins: str = ""
     imitates: bool | None = None
+
+    def done_by(self, config: Any) -> str:
+        """The role whose worker groups do the stage in a run of this configuration."""
+        joined = self.joins and attrgetter(self.joins)(config)
+        return "update" if joined else self.role
 
     def takes_part(self, given: Any, imitates: bool = False) -> bool:
         """True when an iteration of this configuration, or for this selection's input, has the
@@ -122,6 +129,7 @@ _PLAY = (
     "seed",
     "model.path",
     "model.chat_template",
+    "model.adapter",
     "environment",
     "environments",
     "rollout.engine",
@@ -131,6 +139,8 @@ _PLAY = (
     "rollout.temperature",
     "rollout.answer_prefix",
     "rollout.stop",
+    "rollout.chat_template_kwargs",
+    "rollout.requests",
     "rollout.dtype",
 )
 """Settings of whatever is played, for training or to evaluate."""
@@ -150,7 +160,15 @@ STAGES: Mapping[str, Stage] = {
     for stage in (
         Stage(
             "select",
-            settings=("rollout", "experience", "update", "stages", "selector", "model.path"),
+            settings=(
+                "rollout",
+                "experience",
+                "update",
+                "stages",
+                "selector",
+                "model.path",
+                "model.adapter",
+            ),
             makes="plan",
         ),
         Stage(
@@ -197,6 +215,7 @@ STAGES: Mapping[str, Stage] = {
             ),
             optional="needs_reference",
             scores=True,
+            joins="reference_joins",
             imitates=False,
         ),
         Stage("reward", "experience", reads=("rollout",), settings=_SCORED, imitates=False),
@@ -213,6 +232,7 @@ STAGES: Mapping[str, Stage] = {
             reads=("rollout", "demonstrate", "reference", "advantage"),
             settings=(
                 "seed",
+                "model.adapter",
                 "algorithm",
                 "environments.kl",
                 "rollout.temperature",

@@ -9,17 +9,20 @@ of such a view, so that otherwise a rank's own memory never holds more than its 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 
 from earl_core.config.model import ModelConfig
 from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention
+from earl_core.learner.low_rank import entry_of, first_pairs
 from earl_core.learner.model import prepare_for_packing, settle
 from earl_core.learner.packing_check import without_interface
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.state.reshard import fill, places_of
+from earl_core.pretrained.adapter_checks import check_adapter
 from earl_core.pretrained.architecture import model_config
 from earl_core.pretrained.huggingface import (
     AutoModelForCausalLM,
@@ -32,6 +35,7 @@ from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.device_copies import upload
 from earl_core.tensors.safetensors_layout import open_file
 from earl_core.tensors.slices import local_box
+from earl_core.weights.adapter import base_digest_of
 from earl_core.weights.load import tensor_files
 from earl_core.weights.tied import check_tied
 
@@ -42,13 +46,18 @@ def load_policy(
     *,
     mixed: bool = False,
     chunk_tokens: int | None = None,
+    seed: int = 0,
 ) -> ParallelModel:
     """Load a causal language model for packed training on a mesh, in float32, dropout off. Rank 0
-    tries whether packing is exact. mixed, chunk_tokens: as in `parallelize`. Collective.
+    tries whether packing is exact. mixed, chunk_tokens: as in `parallelize`. seed: of the pairs of
+    a fresh adapter. Collective.
 
     Raises ConfigError when the model is missing, or its files contradict its configuration, when
-    its architecture cannot be trained packed, or not on this mesh.
+    its architecture cannot be trained packed, or not on this mesh, and for an adapter that it
+    cannot have.
     """
+    path = model_directory(config)
+    check_adapter(config)
     stored = _open(config)
     settle(stored)
     Ranks(mesh).on_first(lambda: prepare_for_packing(stored))
@@ -58,23 +67,39 @@ def load_policy(
     empty.tie_weights()
     empty.generation_config = stored.generation_config
     settle(empty)
+    entry = None
+    if config.adapter is not None:
+        digest = Ranks(mesh).from_first(lambda: base_digest_of(path))
+        entry = entry_of(config.adapter, empty, digest)
     parallel = parallelize(
-        empty, mesh, mixed=mixed, chunk_tokens=chunk_tokens, float32_head=config.float32_head
+        empty,
+        mesh,
+        mixed=mixed,
+        chunk_tokens=chunk_tokens,
+        float32_head=config.float32_head,
+        adapter=entry,
     )
-    _take(stored, parallel.model, mesh.device)
+    weights = {name: each.detach() for name, each in stored.named_parameters()}
+    if config.adapter is not None and entry is not None:
+        weights |= first_pairs(parallel.model, config.adapter, entry, seed)
+    _take(weights, dict(stored.named_buffers()), parallel.model, mesh.device)
     return parallel
 
 
 @torch.no_grad()
-def _take(stored: PreTrainedModel, model: PreTrainedModel, device: torch.device) -> None:
-    weights, places = dict(stored.named_parameters()), places_of(model)
+def _take(
+    weights: Mapping[str, torch.Tensor],
+    kept: Mapping[str, torch.Tensor],
+    model: PreTrainedModel,
+    device: torch.device,
+) -> None:
+    places = places_of(model)
     for name, parameter in dict(model.named_parameters()).items():
         box = local_box(parameter)
-        part = torch.empty(box.sizes, dtype=torch.float32, device=device)
+        part = torch.empty(box.sizes, dtype=parameter.dtype, device=device)
         if box.numel:
             upload([(part, weights[name][box.index])])
         fill(places[name], parameter, part)
-    kept = dict(stored.named_buffers())
     for prefix, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:

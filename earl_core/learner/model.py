@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from earl_core.learner.compiled_layers import layers_compiled
 from earl_core.learner.data.packing import PackedMicrobatch
 from earl_core.learner.layer_probe import layer_probe
 from earl_core.learner.lm_head import EntropyMode, decoder_of, head_of
+from earl_core.learner.low_rank import pairs_of
 from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.token_logprobs import HeadScore
@@ -67,7 +68,8 @@ def checkpoint_activations(model: PreTrainedModel, rung: Checkpointing) -> None:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if rung == "selective":
-        options["context_fn"] = _selective_contexts
+        ranks = {part.shape[0] for name, part in pairs_of(model).items() if name.endswith("lora_A")}
+        options["context_fn"] = partial(_selective_contexts, frozenset(ranks))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
@@ -199,23 +201,27 @@ _KEPT = frozenset(
 )
 
 
-def _selective_contexts() -> tuple[Any, Any]:
+def _selective_contexts(ranks: frozenset[int]) -> tuple[Any, Any]:
     """Selective activation checkpointing: the contexts of a layer's forward pass and of computing
-    it again, as `checkpoint` takes them (`context_fn`).
+    it again, as `checkpoint` takes them (`context_fn`). ranks: of an adapter's pairs.
 
     Results that are dear to compute are kept: matrix products, attention, and the sums over tensor
     ranks that follow a product. Norms, activations and everything else that goes element by element
-    is computed again, and so are the keys and values that context ranks gather. After torchtitan's
-    `activation_checkpoint.py`.
+    is computed again, and so are the keys and values that context ranks gather, and the product of
+    a pair's B, which is as large as the matrix's own and has as few summands as the pair has ranks.
+    After torchtitan's `activation_checkpoint.py`.
     """
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_checkpoint_policy)  # type: ignore[no-untyped-call]
+    policy = partial(_checkpoint_policy, ranks)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return contexts
 
 
 def _checkpoint_policy(
-    context: Any, operator: Any, *arguments: Any, **named: Any
+    ranks: frozenset[int], context: Any, operator: Any, *arguments: Any, **named: Any
 ) -> CheckpointPolicy:
     kept = _is_kept(operator)
+    if kept and operator is torch.ops.aten.mm.default:
+        kept = arguments[1].shape[0] not in ranks
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -3,7 +3,9 @@ shards, a learner."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,14 +18,24 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, ShardEntry
-from earl_core.learner.data.samples import RankReader, RowCost, Split, training_samples
-from earl_core.learner.memory import Parking, guarded
+from earl_core.learner.data.samples import (
+    LABEL,
+    SCORED,
+    RankReader,
+    RowCost,
+    Split,
+    training_samples,
+)
+from earl_core.learner.low_rank import base_alone
+from earl_core.learner.memory import Parking, guarded, peak_bytes, reset_peak
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.worker import RunWorker
+from earl_core.system import fault_points
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
+from earl_core.trajectory.schema import REFERENCE_SCHEMA
 
 
 class ModelWorker(RunWorker):
@@ -75,18 +87,83 @@ class ModelWorker(RunWorker):
 
         return self._ranks.do(read)
 
-    def _publish_scores(
-        self, batch: Batch, schema: pa.Schema, on_progress: Callable[[int, int], None] | None = None
-    ) -> ShardEntry:
-        """The model's log-probs of the batch's trained tokens as a completed shard.
+    def score_reference(
+        self, manifests: list[dict[str, Any]], link_bytes: float = 0.0
+    ) -> dict[str, Any]:
+        """Write `reference_logprobs` for this replica's rows of the rollout's manifest. An adapter
+        takes no part: a learner's reference is the base.
 
-        schema: `sample_id` and one token column, which is scored in place, so that nothing is
-        copied. Raises `PoolFull` when the shard does not fit.
+        manifests: a reference to it. link_bytes: see `Layout`.
+        """
+        started = time.perf_counter()
+        reset_peak()
+        shards, tokens = [], 0
+        columns = SCORED if self._config.one_penalty else (*SCORED, LABEL)
+        with (
+            guarded("reference"),
+            base_alone(self._learner.model),
+            self._open(manifests, columns, None, link_bytes) as batch,
+        ):
+            score = partial(self._reference_logprobs, batch)
+            if self._mesh.leader and len(batch):
+                report = partial(score, self._report)
+                entry = self._publish_scores(batch, REFERENCE_SCHEMA, "reference", report)
+                shards, tokens = [entry.model_dump(mode="json")], sum(entry.row_lengths)
+            else:
+                # The other ranks of a replica compute their parts of the same rows; a replica
+                # without rows takes part in what all do together.
+                score()
+        fault_points.point("reference.written", self._context.iteration or 0)
+        seconds = time.perf_counter() - started
+        rate = tokens / max(seconds, 1e-9)
+        metrics = {
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            **peak_bytes(),
+            **self._reader.reads.spent(),
+        }
+        return {"shards": shards, "metrics": metrics, "weight": tokens}
+
+    def _reference_logprobs(
+        self,
+        batch: Batch,
+        on_progress: Callable[[int, int], None] | None = None,
+        out: Sequence[np.ndarray] | None = None,
+    ) -> list[np.ndarray]:
+        """Score the samples of an environment by its own reference, and those of environments
+        without a penalty by none: their log-probs are 0. As `PolicyLearner.score`."""
+        config, samples = self._config, training_samples(batch)
+        if config.one_penalty:
+            return self._learner.score(samples, on_progress, out)
+        scores = list(out or [np.empty(len(each.tokens), np.float32) for each in samples])
+        for row in scores:
+            row[:] = 0.0
+        penalties = [config.penalty(label) for label in batch.strings(LABEL)]
+        for text, learner in zip(config.references, self._learners(), strict=True):
+            own = [
+                row
+                for row, each in enumerate(penalties)
+                if each.coefficient and each.reference == text
+            ]
+            learner.score([samples[r] for r in own], on_progress, [scores[r] for r in own])
+        return scores
+
+    def _publish_scores(
+        self,
+        batch: Batch,
+        schema: pa.Schema,
+        stage: str,
+        score: Callable[[Sequence[np.ndarray]], object],
+    ) -> ShardEntry:
+        """Log-probs of the batch's trained tokens as a completed shard of a stage.
+
+        schema: `sample_id` and one token column. score: fills that column in place, so that nothing
+        is copied. Raises `PoolFull` when the shard does not fit.
         """
         (name,) = (name for name in schema.names if name != "sample_id")
         store = self._reader.reads.store
         with store.create(
-            stage=self.stage,
+            stage=stage,
             iteration=self._context.iteration or 0,
             rank=self._context.rank,
             schema=schema,
@@ -94,17 +171,8 @@ class ModelWorker(RunWorker):
             lengths={name: np.array([len(row) for row in batch.list_rows("tokens")], np.int64)},
         ) as writer:
             writer.values("sample_id")[:] = batch.rows
-            self._logprobs(batch, on_progress, writer.rows(name))
+            score(writer.rows(name))
             return store.complete(writer.seal())
-
-    def _logprobs(
-        self,
-        batch: Batch,
-        on_progress: Callable[[int, int], None] | None = None,
-        out: Sequence[np.ndarray] | None = None,
-    ) -> list[np.ndarray]:
-        """The log-probs of the batch's trained tokens; as `PolicyLearner.score`."""
-        return self._learner.score(training_samples(batch), on_progress, out)
 
     def _learners(self) -> list[PolicyLearner]:
         """Every model that the group holds."""

@@ -6,9 +6,10 @@ each gathers a unit's parameters when it computes it, and the gradients are summ
 live.
 
 Mixed precision is FSDP2's: what is gathered is bf16, the parts and the sums of gradients are
-float32, and nothing is cast but the parameters. A copy lives no longer than its unit computes. A
-model that nobody shares is therefore wrapped too, over a mesh of one rank, which communicates
-nothing; in float32 it stays what it was, and no process group is asked for anything.
+float32 (bf16 the parts that an adapter leaves frozen), and nothing is cast but the parameters. A
+copy lives no longer than its unit computes. A model that nobody shares is therefore wrapped too,
+over a mesh of one rank, which communicates nothing; in float32 it stays what it was, and no process
+group is asked for anything.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from earl_core.learner.layer_probe import decoder_layers
 from earl_core.learner.lm_head import decoder_of, head_of
+from earl_core.learner.low_rank import attach_pairs, pairs_of, peft_name
 from earl_core.learner.model import PolicyModule, Scoring, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import EarlError
+from earl_core.weights.manifest import AdapterEntry
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,26 @@ class ParallelModel:
 
     model: its parameters are plain tensors or DTensors, under their usual names. module: scores
     packs with it (`PolicyModule`); call it and nothing below it. mixed: it computes in bf16.
+    adapter: the one that alone is trained; None: all is.
     """
 
     model: PreTrainedModel
     module: PolicyModule
     mesh: UpdateMesh
     mixed: bool
+    adapter: AdapterEntry | None = None
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that training moves, by name, tied ones once."""
+        return dict(self.model.named_parameters()) if not self.adapter else pairs_of(self.model)
+
+    @property
+    def published(self) -> dict[str, torch.Tensor]:
+        """The float32 weights that others need to play this policy, by the names that they know:
+        all, or an adapter's pairs as PEFT names them."""
+        trained = {name: each.detach() for name, each in self.trained.items()}
+        return {peft_name(n): t for n, t in trained.items()} if self.adapter else trained
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Call it before each microbatch: copies of the model exchange sums in the last only.
@@ -97,15 +114,19 @@ def parallelize(
     mixed: bool = False,
     chunk_tokens: int | None = None,
     float32_head: bool = False,
+    adapter: AdapterEntry | None = None,
 ) -> ParallelModel:
     """Lay a model out in place on the mesh's device.
 
     The model may be on the meta device and stays there; else every rank has the same whole
     float32 weights, of which it keeps its parts. mixed: bf16 copies compute. chunk_tokens,
-    float32_head: as in `Scoring`.
+    float32_head: as in `Scoring`. adapter: pairs to attach and train, to a model on the meta
+    device.
 
     Raises ConfigError, with the degrees that work, when it cannot be split so often.
     """
+    if adapter is not None:
+        attach_pairs(model, adapter, torch.bfloat16 if mixed else torch.float32)
     vocabulary = None
     if mesh.deployment.tensor_parallel > 1:
         vocabulary = split_over_ranks(model, mesh.submesh("tensor_parallel"))
@@ -120,7 +141,7 @@ def parallelize(
         _shard(module, mesh, mixed)
     elif not next(model.parameters()).is_meta:
         module.to(mesh.device)
-    return ParallelModel(model, module, mesh, mixed)
+    return ParallelModel(model, module, mesh, mixed, adapter)
 
 
 def _shard(module: PolicyModule, mesh: UpdateMesh, mixed: bool) -> None:
@@ -178,6 +199,7 @@ def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:
         mixed=source.mixed,
         chunk_tokens=scoring.chunk_tokens,
         float32_head=scoring.float32_head,
+        adapter=source.adapter,
     )
 
 

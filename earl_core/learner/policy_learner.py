@@ -21,7 +21,7 @@ from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
-from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
+from earl_core.learner.data.samples import Minibatch, gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
 from earl_core.learner.deterministic import choose_algorithms
 from earl_core.learner.imitation import aim_of
@@ -96,6 +96,7 @@ class PolicyLearner:
             mesh,
             mixed=bf16_is_fast(mesh.device) if update.precision == "auto" else update.mixed,
             chunk_tokens=logits_chunk_tokens,
+            seed=seed,
         )
         self.tokenizer = load_tokenizer(model)
         self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
@@ -110,10 +111,10 @@ class PolicyLearner:
         if self._compiled:
             compile_layers(parallel.model)
         checkpoint_activations(parallel.model, self.config.activation_checkpointing)
-        self.optimizer.bind(self.named_parameters())
+        self.optimizer.bind(parallel.trained.items())
         for name, tensors in state.items():
             self.optimizer.load_state(name, tensors)
-        self._gradients = Gradients(parallel.model.parameters(), self.mesh)
+        self._gradients = Gradients(parallel.trained.values(), self.mesh)
         self._feed = Feed(self.device, self.mesh)
         self._ranks = Ranks(self.mesh, "data_parallel")
         # Ranks with other samples count on this one even where it has none.
@@ -144,7 +145,8 @@ class PolicyLearner:
         return self.model.named_parameters()
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The policy's float32 weights by state-dict name, tied ones once; not copied.
+        """The policy's weights by state-dict name, tied ones once; not copied. Float32, but what an
+        adapter leaves frozen may be bf16.
 
         Plain tensors, or DTensors where the mesh has cut them.
         """
@@ -220,7 +222,8 @@ class PolicyLearner:
         self.optimizer.learning_rate = aim.learning_rate
         skipped = skipped or Skipped()
         metrics = UpdateMetrics(aim.learning_rate)
-        table, own = self._table(samples, skipped, algorithm)
+        whole = algorithm.whole_episodes
+        table, own = gathered_table(self._ranks, samples, skipped.table, whole)
         steps = 0
         for epoch in range(aim.epochs):
             minibatches = split_table(
@@ -244,46 +247,28 @@ class PolicyLearner:
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Write a training state that `restore` takes; see `checkpoint.write_training_state`."""
-        write_training_state(
-            directory,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            optimizer=self.optimizer,
-            state=state,
-            mesh=self.mesh,
-        )
+        parts: dict[str, Any] = {"optimizer": self.optimizer, "state": state, **self._stored}
+        write_training_state(directory, tokenizer=self.tokenizer, **parts)
 
     def try_saving(self, parent: Path) -> None:
         """Try to write a training state below `parent`, as `checkpoint.try_training_state` does."""
-        try_training_state(parent, model=self.model, tokenizer=self.tokenizer, mesh=self.mesh)
+        try_training_state(parent, tokenizer=self.tokenizer, **self._stored)
 
     def restore(self, directory: Path) -> dict[str, Any]:
         """Continue from a training state, bit for bit; returns the `state` given to `save`.
 
         Any mesh reads what any other wrote.
         """
-        return read_training_state(
-            directory, model=self.model, optimizer=self.optimizer, mesh=self.mesh
-        )
+        return read_training_state(directory, optimizer=self.optimizer, **self._stored)
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        return {"model": self.model, "mesh": self.mesh, "adapter": self.parallel.adapter}
 
     @property
     def whole_episodes(self) -> bool:
         """True when the losses of an episode's samples depend on each other."""
         return self._algorithm.whole_episodes
-
-    def _table(
-        self, samples: Sequence[TrainingSample], skipped: Skipped, algorithm: Algorithm
-    ) -> tuple[np.ndarray, range]:
-        """Gather the table that decides the minibatches, of all ranks' samples and then of the
-        skipped ones, and the range of this rank's rows."""
-        parts = self._ranks.gather_rows(sample_table(samples))
-        if algorithm.whole_episodes and (torn := episodes_on_several(parts)):
-            raise ValueError(
-                f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
-                "samples of an episode together: deal whole episodes or groups to the ranks."
-            )
-        first = sum(map(len, parts[: self._ranks.rank]))
-        return np.concatenate([*parts, skipped.table]), range(first, first + len(samples))
 
     def _plan(
         self, samples: Sequence[TrainingSample], rows: Sequence[int], algorithm: Algorithm

@@ -164,8 +164,9 @@ class _TokenLogprobs(torch.autograd.Function):
         slope = _Slope.of(gradients, log_total, entropies, score)
         target = gradients[0] * inside / score.temperature
         to_rows = _zeros(states, len(predictors), weight.shape[1])
-        to_weight = _zeros(states, *weight.shape)
-        to_bias = None if bias is None else _zeros(states, *bias.shape)
+        # A frozen head gets none.
+        to_weight = _zeros(states, *weight.shape) if ctx.needs_input_grad[1] else None
+        to_bias = _zeros(states, *bias.shape) if ctx.needs_input_grad[2] else None
         send_back = score.fused(_send_back)
         for rows in reversed(chunks):
             part = logits[: rows.stop - rows.start]
@@ -185,13 +186,14 @@ class _TokenLogprobs(torch.autograd.Function):
                     score.temperature,
                     to_logits[some] if rounded else None,
                     in_place=not (rounded and score.compiled),
-                    bias=bias is not None,
+                    bias=to_bias is not None,
                 )
                 to_logits[some].scatter_(1, place[here, None], chosen)
                 if to_bias is not None:
                     to_bias += summed
             _multiply(to_logits, weight, to_rows[rows])
-            head.add_gradient(to_weight, to_logits, states, predictors[rows])
+            if to_weight is not None:
+                head.add_gradient(to_weight, to_logits, states, predictors[rows])
         if score.vocabulary is not None:
             score.vocabulary.sum(to_rows)
         to_states = sum_rows(to_rows, predictors, len(states)).to(states.dtype)

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +122,12 @@ class LearnerWorker(ModelWorker):
             )
         self._point("publish.write", self._context.iteration or 0)
         manifest = publish(
-            self._learner.named_weights(),
+            self._learner.parallel.published,
             Path(directory),
             policy_version,
             dtype,
             config_digest=self._config_digest,
+            adapter=self._learner.parallel.adapter,
             mesh=self._mesh,
         )
         return manifest.model_dump(mode="json")
@@ -266,7 +267,8 @@ class LearnerWorker(ModelWorker):
         """
         if not (self._mesh.leader and len(batch)):
             return [], self._learner.score(training_samples(batch))
-        entry = self._publish_scores(batch, OLD_LOGPROBS_SCHEMA)
+        score = partial(self._learner.score, training_samples(batch), None)
+        entry = self._publish_scores(batch, OLD_LOGPROBS_SCHEMA, self.stage, score)
         written = Manifest(
             run="",
             iteration=iteration,
@@ -279,8 +281,8 @@ class LearnerWorker(ModelWorker):
         return [entry], scores.list_rows("old_logprobs")
 
     def _digest(self) -> str:
-        """Equal for equal weights in an equal mesh; 32 hex digits."""
-        parts = {each.name: each.tensor for each in slices_of(self._learner.named_weights())}
+        """Equal for equal trained weights in an equal mesh; 32 hex digits."""
+        parts = {each.name: each.tensor for each in slices_of(self._learner.parallel.published)}
         digest = digest_of(parts)
         if self._mesh.deployment.ranks == 1:
             return digest

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from earl_core.config.model import ModelConfig
 from earl_core.deployment.shapes import ModelShape
@@ -82,21 +82,40 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _numbers(file: Path, value: int) -> int:
     """Bytes of a file's tensors when those of floating-point numbers have `value` bytes each."""
+    return sum(
+        math.prod(entry["shape"]) * value
+        if "F" in entry["dtype"]
+        else entry["data_offsets"][1] - entry["data_offsets"][0]
+        for name, entry in read_header(file).items()
+        if name != "__metadata__"
+    )
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: dtype, shape and data_offsets of each tensor, and
+    `__metadata__`. Raises `ConfigError` for a file that cannot be read."""
     try:
         with open_file(file, follow_links=True) as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > _MOST_HEADER:
                 raise ValueError(f"its header would have {length:,} bytes")
             header = json.loads(stream.read(length))
-        return sum(
-            math.prod(entry["shape"]) * value
-            if "F" in entry["dtype"]
-            else entry["data_offsets"][1] - entry["data_offsets"][0]
-            for name, entry in header.items()
-            if name != "__metadata__"
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        for name, entry in header.items():
+            if name != "__metadata__":
+                math.prod(entry["shape"]), "F" in entry["dtype"], entry["data_offsets"][1]
+        return dict(header)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{file} is no safetensors file that can be read: {error}") from error
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in the files of a model directory; empty where it has none."""
+    return {
+        name: tuple(entry["shape"])
+        for file in _weight_files(directory)
+        for name, entry in read_header(file).items()
+        if name != "__metadata__"
+    }
 
 
 def needed_files(names: Sequence[str]) -> list[str]:

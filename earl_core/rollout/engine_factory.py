@@ -34,6 +34,7 @@ def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
         rollout.tool_format,
         named_ends(directory, {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}),
         rows,
+        rollout.chat_template_kwargs,
     )
 
 
@@ -63,6 +64,7 @@ def _engine(config: RunConfig, deployment: StageDeployment) -> Engine:
         "threads": deployment.threads * deployment.tensor_parallel,
         "float32_head": config.model.float32_head,
         "trust_remote_code": config.model.trust_remote_code,
+        "adapter_rank": config.model.adapter and config.model.adapter.rank,
     }
     if rollout.engine == "torch":
         from earl_core.rollout.engines.torch_engine import TorchEngine

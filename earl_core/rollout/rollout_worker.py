@@ -7,29 +7,21 @@ transformers and vllm are imported when the engine is built, not before.
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import logging
-import os
 import sys
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.environments.base import Message
 from earl_core.experience.scoring import Scorer
-from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.chat.chat import ChatTokenizer
-from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, most_running
-from earl_core.rollout.engines.engine import Engine, GenerationRequest
+from earl_core.rollout.engine_factory import most_running
+from earl_core.rollout.engine_worker import EngineWorker, playing
+from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.environment_pools import EnvironmentPools
 from earl_core.rollout.episode_player import PlaySettings
-from earl_core.rollout.errors import ContextOverflow, EngineLost, WeightSyncError
+from earl_core.rollout.errors import ContextOverflow, EngineLost
 from earl_core.rollout.held_out import evaluation_specs, suite_specs
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
 from earl_core.rollout.mixture import Draw
@@ -37,7 +29,6 @@ from earl_core.rollout.pass_rates import count_passes
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.run_stores import run_store
-from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.system.memory import (
     OutOfMemory,
@@ -48,27 +39,9 @@ from earl_core.system.memory import (
 )
 from earl_core.trajectory.samples import Episode, EpisodeSpec, derive_seed, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
-from earl_core.weights.manifest import WeightsManifest
-
-logger = logging.getLogger(__name__)
-Generating = Callable[..., Coroutine[Any, Any, Any]]
 
 
-def _loading(generate: Generating) -> Generating:
-    """Have the method load `weights`, if it is given any, before it generates."""
-
-    @functools.wraps(generate)
-    async def loaded(
-        worker: RolloutWorker, *arguments: Any, weights: dict[str, Any] | None = None, **named: Any
-    ) -> Any:
-        if weights is not None:
-            await worker.ensure(weights)
-        return await generate(worker, *arguments, **named)
-
-    return loaded
-
-
-class RolloutWorker(RunWorker):
+class RolloutWorker(EngineWorker):
     """The rank of a `rollout` worker group.
 
     Whatever generates takes the `weights` of `ensure`, since the worker may be a fresh one; without
@@ -78,88 +51,11 @@ class RolloutWorker(RunWorker):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._engine: Engine | None = None
-        self._chat: ChatTokenizer | None = None
-        self._digest = ""
-        self._directory: tuple[dict[str, Any], WeightsManifest] | None = None
-        self._positions: int | None = None
         log, here = self._context.log_path, self._context.here
         self._pools = EnvironmentPools(log, self._run_directory / "environments.json", here)
         self._scorer = Scorer(self._config, log, self._run_directory, here)
 
-    async def prepare(self) -> None:
-        """Start the engine, with the model's initial weights; raises as `ensure` does."""
-        if self._engine is not None:
-            return
-        self._chat = load_chat_tokenizer(self._config)
-        self._positions = read_model_shape(Path(self._config.initial_model.path)).max_positions
-        engine = build_engine(self._config, self._deployment)
-        try:
-            await engine.start()
-        except BaseException:
-            await engine.stop()
-            raise
-        self._engine = engine
-
-    async def ensure(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Make the engine run these weights: a dumped `WeightsManifest`, or {"directory",
-        "policy_version"} of a Hugging Face model directory, such as a checkpoint's.
-
-        The first call, or `prepare`, builds the engine; weights are loaded only when version or
-        digest differ. Raises `WeightSyncError`, `EngineLost` or `OutOfMemory`; after a lost engine
-        the next call builds anew.
-        """
-        started = time.perf_counter()
-        manifest = await self._described(weights)
-        await self.prepare()
-        engine = self._engine
-        assert engine is not None
-        wanted = manifest.policy_version, manifest.digest
-        loaded = (engine.policy_version, self._digest) != wanted
-        if loaded:
-            self._digest = ""
-            try:
-                await engine.load_weights(manifest)
-            except (EngineLost, OutOfMemory):
-                await self._drop_engine()
-                raise
-            except WeightSyncError as error:
-                if error.engine_lost:
-                    await self._drop_engine()
-                raise
-            self._digest = manifest.digest
-        return {
-            "policy_version": engine.policy_version,
-            "digest": self._digest,
-            "loaded": loaded,
-            "seconds": time.perf_counter() - started,
-            "pids": engine.pids(),
-            "max_model_len": engine.max_model_len,
-        }
-
-    async def reshard(self, deployment: dict[str, Any]) -> dict[str, Any]:
-        """Take another limit on the running sequences, all that may differ while an engine lives.
-        deployment: a dumped `StageDeployment`."""
-        self._deployment = StageDeployment(**deployment)
-        if self._engine is not None:
-            self._engine.limit_running(most_running(self._config, self._deployment))
-        return {}
-
-    async def _described(self, weights: dict[str, Any]) -> WeightsManifest:
-        if "directory" not in weights:
-            return WeightsManifest.model_validate(weights)
-        if self._directory is None or self._directory[0] != weights:
-            from earl_core.weights.load import manifest_from_directory
-            from earl_core.weights.tied import check_tied
-
-            path, version = Path(weights["directory"]), int(weights["policy_version"])
-            trusted = self._config.model.trust_remote_code
-            await asyncio.to_thread(check_tied, path, trusted)
-            found = await asyncio.to_thread(manifest_from_directory, path, version, trusted)
-            self._directory = weights, found
-        return self._directory[1]
-
-    @_loading
+    @playing
     async def rollout(
         self,
         first_prompt: int,
@@ -214,7 +110,7 @@ class RolloutWorker(RunWorker):
             "tally": tally.model_dump(mode="json"),
         }
 
-    @_loading
+    @playing
     async def evaluate(
         self,
         episodes: int,
@@ -239,7 +135,7 @@ class RolloutWorker(RunWorker):
             tally = RolloutStats.of(found, tally.load)
         return {"tally": tally.model_dump(mode="json")}
 
-    @_loading
+    @playing
     async def play_suite(
         self, label: str, prompts: int, *, first: int = 0, of_prompts: int | None = None
     ) -> dict[str, Any]:
@@ -257,7 +153,7 @@ class RolloutWorker(RunWorker):
         tally.passes = count_passes(episodes, suite.passing_return)
         return {"tally": tally.model_dump(mode="json")}
 
-    @_loading
+    @playing
     async def play_one(
         self, prompt: int, seed: int, temperature: float | None = None, environment: str = ""
     ) -> dict[str, Any]:
@@ -267,7 +163,7 @@ class RolloutWorker(RunWorker):
         episodes, _ = await self._play([spec], self._settings(temperature), played)
         return rollout_stats.example(episodes[0])
 
-    @_loading
+    @playing
     async def answer(
         self, messages: list[Message], seed: int, temperature: float | None = None
     ) -> dict[str, Any]:
@@ -281,6 +177,7 @@ class RolloutWorker(RunWorker):
             temperature=settings.temperature,
             seed=seed,
             stop_token_ids=chat.stop_token_ids,
+            ends=chat.ends,
         )
         (completion,) = await engine.generate([request])
         engine.finish([seed])
@@ -289,7 +186,7 @@ class RolloutWorker(RunWorker):
             raise ContextOverflow(max(longest, len(request.tokens)) + 1, longest, positions)
         return {"text": chat.text_of(completion.tokens), "tokens": len(completion.tokens)}
 
-    @_loading
+    @playing
     async def serve(self, port: int, key: str, temperature: float | None = None) -> dict[str, Any]:
         """Answer OpenAI's clients that know the key, until the call is cancelled.
 
@@ -310,7 +207,7 @@ class RolloutWorker(RunWorker):
             await gateway.stand(key, self._context.cancelled.is_set)
         return {}
 
-    @_loading
+    @playing
     async def measure(
         self, context: int, requests: int, generated: int, seconds: float
     ) -> dict[str, float]:
@@ -322,23 +219,6 @@ class RolloutWorker(RunWorker):
         except (EngineLost, OutOfMemory):
             await self._drop_engine()
             raise
-
-    async def release_memory(self) -> None:
-        """Give the engine's memory back; `ensure` must follow `restore_memory`."""
-        if self._engine is not None:
-            await self._or_end(self._engine.release_memory())
-
-    async def restore_memory(self) -> None:
-        """Undo `release_memory`; an engine that cannot is gone."""
-        if self._engine is not None:
-            await self._or_end(self._engine.restore_memory())
-
-    async def _or_end(self, work: Awaitable[None]) -> None:
-        try:
-            await work
-        except Exception:
-            logger.warning("the engine is ended; the next rollout starts one", exc_info=True)
-            await self._drop_engine()
 
     async def close(self) -> None:
         """End the engine, and the processes of environments and reward functions."""
@@ -378,23 +258,8 @@ class RolloutWorker(RunWorker):
             temperature=rollout.temperature if temperature is None else temperature,
             max_failed_share=rollout.max_failed_share,
             episodes=episodes,
-            # Twice as many as decode at a time: while half of them wait for their environments
-            # the engine stays full, and the prefix cache still holds every live conversation.
+            # While half wait for environments the engine is full, and the prefix cache holds all.
             max_live_episodes=running if lockstep else 2 * running,
             positions=self._positions,
+            constrained=rollout.requests.constrained,
         )
-
-    def _ready(self) -> tuple[Engine, ChatTokenizer]:
-        if self._engine is None or self._chat is None:
-            raise RuntimeError("the rollout worker has no weights yet: call `ensure` first")
-        return self._engine, self._chat
-
-    async def _drop_engine(self) -> None:
-        engine, self._engine, self._digest = self._engine, None, ""
-        if engine is not None:
-            await engine.stop()
-
-    def _processes(self) -> list[int]:
-        """This process and those of its engine."""
-        pids = self._engine.pids() if self._engine is not None else []
-        return sorted({os.getpid(), *pids})

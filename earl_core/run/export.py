@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face directory of its own, with a model card.
 
-The weights are the checkpoint's own files: it holds whole tensors whatever the learner's layout
-was. The export carries a mark; a directory without it is never replaced.
+The weights are those of the checkpoint's own files: it holds whole tensors whatever the learner's
+layout was. The export carries a mark; a directory without it is never replaced.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from earl_core.system.files import read_file, remove, sync, write_atomic
 
 MARK = "earl-export.json"
 _CARD = "README.md"
+_CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -56,12 +58,14 @@ def _sums(target: Path) -> dict[str, str] | None:
         return None
 
 
-def export_policy(policy: Path, marker: Path | None, target: Path, card: str) -> list[str]:
-    """Copy a model directory to `target`, which appears whole or not at all; the names of its
-    files.
+def export_policy(
+    fill: Callable[[Path], object], marker: Path | None, target: Path, card: str
+) -> list[str]:
+    """Write a policy to `target`, which appears whole or not at all; the names of its files.
 
-    marker: the STABLE file of the checkpoint that it belongs to, which is held meanwhile. An
-    earlier export is replaced. Raises `ConfigError` as `check_target` does, and `OSError`.
+    fill: writes the files into the empty directory that it gets. marker: the STABLE file of the
+    checkpoint that they belong to, which is held meanwhile. An earlier export is replaced. Raises
+    `ConfigError` as `check_target` does, `OSError`, and what `fill` raises.
     """
     check_target(target)
     parent = target.absolute().parent
@@ -69,8 +73,8 @@ def export_policy(policy: Path, marker: Path | None, target: Path, card: str) ->
     building = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".exporting", dir=parent))
     try:
         with holding_checkpoint(marker) if marker is not None else nullcontext():
-            shutil.copytree(policy, building, dirs_exist_ok=True)
-        if not (building / _GENERATION).exists():
+            fill(building)
+        if (building / _CONFIG).exists() and not (building / _GENERATION).exists():
             write_atomic(building / _GENERATION, _generation(building), 0o644)
         write_atomic(building / _CARD, card.encode(), 0o644)
         found = [path for path in building.rglob("*") if path.is_file()]
@@ -90,7 +94,7 @@ def export_policy(policy: Path, marker: Path | None, target: Path, card: str) ->
 def _generation(directory: Path) -> bytes:
     """Make a generation configuration, with the settings that `generate` needs, for a model whose
     directory has none."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
     ids = {name: config[name] for name in _IDS if config.get(name) is not None}
     return json.dumps({"_from_model_config": True, **ids}, indent=2).encode()
 

@@ -34,16 +34,18 @@ def model_card(
     iterations: Sequence[Line],
     evaluations: list[Line],
     ancestors: Sequence[Line] = (),
+    *,
+    library: str = "transformers",
 ) -> str:
     """Markdown with the front matter of the model hub.
 
     version, label: of the policy. ancestors: as the run's record has them, the nearest first.
     iterations, evaluations: all of the run, ascending; those after the policy's version are left
-    out.
+    out. library: the one that loads the directory.
     """
     trained = [line for line in iterations if line["iteration"] < version]
     sections = [
-        _front(config, ancestors),
+        _front(config, ancestors, library),
         f"# {config.name}\n\n{_summary(config, version, label, ancestors)}",
         _lineage(ancestors),
         _curve(trained),
@@ -96,9 +98,9 @@ def _license_in(model: Path) -> str:
     return str(front.get("license", "")) if isinstance(front, dict) else ""
 
 
-def _front(config: RunConfig, ancestors: Sequence[Line]) -> str:
+def _front(config: RunConfig, ancestors: Sequence[Line], library: str) -> str:
     name, _ = _base(config, ancestors)
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if name:
         front["base_model"] = name
     front["tags"] = ["reinforcement-learning", "earl"]
@@ -128,8 +130,15 @@ def _summary(config: RunConfig, version: int, label: str, ancestors: Sequence[Li
         f"This is {label}.\n\n"
         f"Advantage `{config.algorithm.advantage['name']}`, policy loss "
         f"`{config.algorithm.policy_loss['name']}`, learning rate {config.update.learning_rate:g}, "
-        f"rollout temperature {config.rollout.temperature:g}, seed {config.seed}."
+        f"rollout temperature {config.rollout.temperature:g}, seed {config.seed}{_pairs(config)}."
     )
+
+
+def _pairs(config: RunConfig) -> str:
+    adapter = config.model.adapter
+    if adapter is None:
+        return ""
+    return f"; low-rank pairs of rank {adapter.rank} and alpha {adapter.alpha:g}, the rest frozen"
 
 
 def _curve(trained: Sequence[Line]) -> str:

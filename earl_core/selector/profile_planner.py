@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.deployment.stages import SELECTABLE, STAGES
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput, Statistics
@@ -226,7 +226,7 @@ class _Survey:
         predictor = Predictor(at_context(self._given, context, self._table))
         kept: dict[StageDeployment, StageDeployment] = {}
         for stage in self._given.selector.stages:
-            if not STAGES[stage].takes_part(self._given):
+            if not self._given.chosen(stage):
                 continue
             for candidate in sorted(offers(predictor, stage)[0]):
                 if predictor.predict(candidate, predictor.now).problem:

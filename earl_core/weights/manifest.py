@@ -55,6 +55,25 @@ class TensorEntry(_Frozen):
     file: int = Field(ge=0)
 
 
+class AdapterEntry(_Frozen):
+    """The tensors are pairs of an adapter, named as PEFT names them, and no whole model.
+
+    alpha: their product is scaled by alpha / rank. targets: ends of the names of the matrices that
+    have a pair. base_digest: of the tensors in the files of the model that the pairs belong to;
+    empty where nobody wrote it down.
+    """
+
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+    targets: tuple[str, ...] = Field(min_length=1)
+    base_digest: str = ""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of a pair."""
+        return self.alpha / self.rank
+
+
 class WeightsManifest(_Frozen):
     """A sealed set of weights under Hugging Face state-dict names.
 
@@ -62,7 +81,8 @@ class WeightsManifest(_Frozen):
     to the name whose bytes it shares. `digest` is xxh3_128 over names, dtypes, shapes and hashes of
     bytes in the order of names, so equal weights have equal digests however they are split into
     files and whoever wrote them.
-    `config_digest` is empty when the publisher gave no model configuration.
+    `config_digest` is empty when the publisher gave no model configuration. `adapter` is none where
+    the tensors are a whole model's; an engine adds an adapter's to the model of `model.path`.
     """
 
     schema_version: Literal[1] = 1
@@ -72,6 +92,7 @@ class WeightsManifest(_Frozen):
     tied: dict[str, str] = Field(default_factory=dict)
     digest: str
     config_digest: str = ""
+    adapter: AdapterEntry | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> WeightsManifest:

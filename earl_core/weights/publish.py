@@ -19,7 +19,7 @@ from earl_core.tensors.hashing import TensorHashes
 from earl_core.tensors.joint_file import digest_together, own_shares, write_shares
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, FileLayout, plan_layout, view
 from earl_core.tensors.slices import local_part, slices_of
-from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest
+from earl_core.weights.manifest import AdapterEntry, TensorEntry, WeightFile, WeightsManifest
 from earl_core.weights.seal import mark_hashed
 
 
@@ -30,16 +30,18 @@ def publish(
     dtype: torch.dtype | str,
     *,
     config_digest: str = "",
+    adapter: AdapterEntry | None = None,
     mesh: Mesh | None = None,
 ) -> WeightsManifest:
     """Write `directory/weights-<policy_version>.safetensors` and describe it.
 
     `named_tensors` are the model's parameters and persistent buffers under Hugging Face
-    state-dict names, DTensors where a mesh has cut them; floating-point ones are cast to `dtype`
-    (`torch.bfloat16` or `"bfloat16"`) straight into the mapped file, so that no second full copy
-    exists on any rank. Tensors that share memory are written once, under the first name. With a
-    mesh all its ranks call it, and all get the manifest; file and digest are those of one process.
-    Where ranks are on several hosts, each host gets the whole file.
+    state-dict names, or the pairs of `adapter` under PEFT's; DTensors where a mesh has cut them.
+    Floating-point ones are cast to `dtype` (`torch.bfloat16` or `"bfloat16"`) straight into the
+    mapped file, so that no second full copy exists on any rank. Tensors that share memory are
+    written once, under the first name. With a mesh all its ranks call it, and all get the manifest;
+    file and digest are those of one process. Where ranks are on several hosts, each host gets the
+    whole file.
 
     The file is a segment: the memory of a version that was released is used again. A GPU casts and
     writes into it by itself. Each byte is hashed once a host, tensor by tensor while others are
@@ -64,6 +66,7 @@ def publish(
         tied=plan["tied"],
         digest=digest,
         config_digest=config_digest,
+        adapter=adapter,
     )
 
 

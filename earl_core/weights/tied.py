@@ -8,7 +8,7 @@ plays. The same happens where a configuration and the text configuration in it d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def check_tied(directory: Path, trust_remote_code: bool = False) -> None:
     for name, parameter in parameters_of(directory, trust_remote_code).items():
         by_tensor.setdefault(id(parameter), []).append(name)
     for names in by_tensor.values():
-        given = [found for name in names if (found := _in_files(name, stored)) is not None]
+        given = [found for name in names if (found := stored_name(name, stored)) is not None]
         for other in given[1:]:
             if not _equal(stored[given[0]], stored[other]):
                 raise ConfigError(
@@ -66,8 +66,9 @@ def _flags(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, bool]
             yield from _flags(nested, f"{place}{name}.")
 
 
-def _in_files(name: str, stored: dict[str, torch.Tensor]) -> str | None:
-    """The parameter's name there; older files leave the first parts out."""
+def stored_name(name: str, stored: Mapping[str, torch.Tensor]) -> str | None:
+    """A parameter's name among stored tensors; older files leave the first parts out. None: it is
+    not there."""
     while name not in stored:
         _, dot, name = name.partition(".")
         if not dot:

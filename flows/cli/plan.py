@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rich.text import Text
 from earl_core.config.services import DispatchConfig
 from earl_core.control.shared_memory_need import samples_bytes
 from earl_core.deployment.plan import DeploymentPlan
-from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.shapes import AdapterShape, Hardware, ModelShape
 from earl_core.dispatch import read_manifest
 from earl_core.run.record import read_lines
 from earl_core.selector.choice.changes import infeasible_text
@@ -32,16 +31,15 @@ from earl_core.selector.choice.explain import (
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
-from earl_core.selector.model.catalogue import MODELS, known_model
-from earl_core.selector.model.devices import DEVICES, cluster, device_of, find_devices
+from earl_core.selector.model.catalogue import MODELS
+from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
-from earl_core.system.outside import read_text
 from earl_core.system.plural import plural
 from earl_core.system.shared_memory import Need, enlarge, room_in
-from earl_core.system.similar import meant
 from flows.cli.found_runs import find_run
+from flows.cli.plan_arguments import find_hardware, find_model, parse_contexts
 from flows.cli.tables import make_console, rows_table
 from tasks.reports.plan_report import candidate_tables
 
@@ -157,18 +155,29 @@ _PATIENCE = 3600.0
 
 
 def explain_question(
-    model: str | None, place: str, context: str | None, explain: bool, as_json: bool, **load: Any
+    model: str | None,
+    place: str,
+    context: str | None,
+    explain: bool,
+    as_json: bool,
+    adapter: int | None = None,
+    **load: Any,
 ) -> None:
     """Print what would be run for a model, on hardware by its name, and a load.
 
     model: None: the largest well-known one that fits. context: such as `32K` or `1K,8K,128K`; None:
-    one that suits the hardware. load: the other fields of `PlannedLoad`.
+    one that suits the hardware. adapter: the rank of the pairs that are trained beside all matrices
+    of the layers, in place of the model. load: the other fields of `PlannedLoad`.
     """
     hardware = find_hardware(place)
     context = context or (_CONTEXT_ON_GPUS if hardware.gpus else _CONTEXT)
     loads = [PlannedLoad(tokens, **load) for tokens in parse_contexts(context)]
     longest = max(asked.context for asked in loads)
-    name, shape, why = (model, find_model(model), "") if model else _fitting(hardware, loads)
+    pairs = AdapterShape(rank=adapter) if adapter else None
+    if model:
+        name, shape, why = model, find_model(model).with_adapter(pairs), ""
+    else:
+        name, shape, why = _fitting(hardware, loads, pairs)
     if longest > shape.max_positions:
         raise ConfigError(
             f"--context {longest} is longer than the model's position range of "
@@ -181,6 +190,8 @@ def explain_question(
         devices = f"{hardware.hosts} x {hardware.devices_per_host} {device.name}"
     size = f" ({shape.parameters / 1e9:.3g} B parameters) on {devices}"
     console.print(Text.assemble((name, "bold"), size))
+    if pairs:
+        console.print(_adapter(shape))
     if why:
         console.print(f"{why}: name another with --model.", style="dim")
     console.print(_assumed(loads), style="dim")
@@ -212,7 +223,7 @@ def explain_question(
 def _need(shape: ModelShape, loads: Sequence[PlannedLoad], value: int) -> Need:
     """Return the need of shared memory, with a checkpoint every iteration."""
     return Need(
-        value * shape.parameters,
+        value * shape.trained_parameters,
         max(samples_bytes(a.responses, a.context, columns=int(a.reference)) for a in loads),
     )
 
@@ -229,21 +240,41 @@ def _shared_memory(need: Need, here: bool) -> Text:
     return text
 
 
+def _adapter(shape: ModelShape) -> str:
+    """Say what is trained in place of the model."""
+    rank = shape.adapter.rank if shape.adapter else 0
+    return (
+        f"Adapter of rank {rank} beside all matrices of the layers: "
+        f"{shape.trained_parameters / 1e6:,.1f} M parameters are trained and published, and the "
+        "model itself is frozen."
+    )
+
+
 def _plain(name: str, asked: PlannedLoad, given: SelectionInput) -> dict[str, Any]:
     return {
         "model": name,
-        "assumed": {**asked._asdict(), "generated_share": GENERATED_SHARE},
+        "assumed": {**asked._asdict(), "generated_share": GENERATED_SHARE, **_rank(given.model)},
         "shared_memory_bytes": _need(given.model, [asked], given.rollout.value_bytes).size,
         "hardware": given.hardware.model_dump(mode="json"),
         "plan": select(given).model_dump(mode="json"),
     }
 
 
-def _fitting(hardware: Hardware, loads: Sequence[PlannedLoad]) -> tuple[str, ModelShape, str]:
+def _rank(shape: ModelShape) -> dict[str, int]:
+    return {"adapter": shape.adapter.rank} if shape.adapter else {}
+
+
+def _fitting(
+    hardware: Hardware, loads: Sequence[PlannedLoad], adapter: AdapterShape | None
+) -> tuple[str, ModelShape, str]:
     """The largest well-known model with a plan for every load whose iterations end in time; else
     the one whose iterations are shortest; and why. Raises `ConfigError` where none has a plan."""
     longest = max(asked.context for asked in loads)
-    inside = {name: shape for name, shape in MODELS.items() if shape.max_positions >= longest}
+    inside = {
+        name: shape.with_adapter(adapter)
+        for name, shape in MODELS.items()
+        if shape.max_positions >= longest
+    }
     if not inside:
         raise ConfigError(
             f"no well-known model has positions for {longest:,} tokens: name one with --model, or "
@@ -327,62 +358,3 @@ def _print_figures(hardware: Hardware, console: Console) -> None:
         f"{hardware.network_bandwidth / 1e9:.0f} GB/s between hosts ({device.source}).",
         style="dim",
     )
-
-
-def find_model(name: str) -> ModelShape:
-    """A well-known shape by name, or that of a directory with a config.json."""
-    known = known_model(name)
-    if known is not None:
-        return known
-    file = Path(name)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        raise ConfigError(
-            f"--model {name!r} is neither a directory with a config.json nor one of "
-            f"{', '.join(MODELS)}",
-            remedy=meant(name, MODELS).strip(),
-        )
-    try:
-        shape = ModelShape.from_config(json.loads(read_text(file, str(file))))
-        shape.require_dense()
-        return shape
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be used: {error}") from error
-
-
-def find_hardware(name: str) -> Hardware:
-    """`here`, a device of the catalogue (one host with 8), or that after counts: 4xh100 are the
-    devices of one host, 2x8xh100 hosts and the devices of each."""
-    if name == "here":
-        from earl_core.control.device_figures import with_cores, with_figures
-        from earl_core.control.hardware import read_hardware
-
-        return with_cores(with_figures(read_hardware()))
-    found = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([a-z].*)", name.strip().lower())
-    devices = find_devices(found[3]) if found else []
-    counts = [int(count) for count in found.groups()[:2] if count] if found else []
-    if found is None or not devices or 0 in counts:
-        raise ConfigError(
-            f"--hardware {name!r} is not known: say `here`, one of {', '.join(DEVICES)}, devices x "
-            "name, such as 4xh100, or hosts x devices x name, such as 16x8xh100",
-            remedy=meant(found[3] if found else name, DEVICES).strip(),
-        )
-    return cluster(devices[0], int(found[1] or 1), int(found[2] or 8))
-
-
-_UNITS = {"": 1, "k": 1024, "m": 1024**2}
-
-
-def parse_contexts(text: str) -> list[int]:
-    """`1024`, `32K`, `1.5M`, or several with commas between them; K are 1,024 tokens."""
-    values = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([km]?)\s*", part.lower())
-        tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
-        if tokens < 1 or not (tokens.is_integer() or (found and found[2])):
-            raise ConfigError(
-                f"--context {text!r} is not a number of tokens, such as 32768, 32K, 1.5M or "
-                "1K,8K,128K"
-            )
-        values.append(round(tokens))
-    return values

@@ -11,7 +11,7 @@ from earl_core.config import load_config
 from earl_core.system.plural import plural
 from flows.cli.display import make_display
 from flows.cli.flow_command import FlowCommand
-from flows.cli.plan import parse_contexts
+from flows.cli.plan_arguments import parse_contexts
 from flows.cli.tables import duration, make_console, rows_table
 
 

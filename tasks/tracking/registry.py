@@ -2,8 +2,9 @@
 
 The model has the run's name, and the aliases `best` and `last` are moved as the run goes on. The
 weights stay where they are, in the run directory: each version's tag `path` names a directory that
-`transformers` loads. Where MLflow lets a version's source be that path, it is; a server lets only
-what lies among its artifacts be one, so there the source is a page that names the paths.
+`transformers` loads, or PEFT where it is an adapter's. Where MLflow lets a version's source be that
+path, it is; a server lets only what lies among its artifacts be one, so there the source is a page
+that names the paths.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from earl_core.pretrained.adapter_directory import is_adapter, policy_in
 from earl_core.run import RunDirectory
 from tasks.tracking.database import sqlite_path
 from tasks.tracking.mlflow_client import MlflowRun, patient
@@ -83,10 +85,15 @@ def _create(mlflow: MlflowRun, run: RunDirectory, name: str, iteration: int, pat
 
 
 def _policy(run: RunDirectory, iteration: int) -> Path:
-    return (run.checkpoint_path(iteration) / "policy").resolve()
+    return policy_in(run.checkpoint_path(iteration)).resolve()
 
 
 def _load(path: Path) -> str:
+    if is_adapter(path):
+        return (
+            "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{path}")\n```\n'
+        )
     return (
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'path = "{path}"\nmodel = AutoModelForCausalLM.from_pretrained(path)\n'

@@ -14,7 +14,7 @@ from earl_core.config import ConfigError, load_config, parse_config
 from earl_core.environments.registry import create
 from earl_core.environments.rewards.reward_functions import RewardFunctions
 from earl_core.environments.tools.functions import load_tool
-from flows.cli.plan import find_hardware, find_model
+from flows.cli.plan_arguments import find_hardware, find_model
 from tests.config.test_config import with_
 
 

@@ -118,3 +118,29 @@ def test_a_run_that_was_begun_before_does_not_repeat_its_stages() -> None:
 
 if __name__ == "__main__":
     json.dump({"keys": keys(), "reads": reads()}, sys.stdout, indent=1)
+
+
+def test_an_adapter_is_part_of_what_is_played_and_trained(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    start.mkdir()
+    (start / "adapter_model.safetensors").write_bytes(b"one")
+
+    def keys(adapter: dict[str, Any] | None) -> dict[str, str]:
+        config = parse_config(BASE | {"model": {"path": "/nowhere/model", "adapter": adapter}})
+        names = ("rollout", "evaluation", "update", "reference", "reward")
+        return {name: stage_key(config, "uid", 0, name, []) for name in names}
+
+    assert keys(None) == {
+        name: stage_key(parse_config(BASE), "uid", 0, name, []) for name in keys(None)
+    }
+    found = [
+        keys(adapter) for adapter in (None, {}, {"rank": 8}, {"alpha": 8}, {"targets": ["q_proj"]})
+    ]
+    found.append(keys({"from": str(start)}))
+    (start / "adapter_model.safetensors").write_bytes(b"other")
+    found.append(keys({"from": str(start)}))
+    for stage in ("rollout", "evaluation", "update"):
+        assert len({each[stage] for each in found}) == len(found)
+    # The base is the same, and what is scored is among the inputs.
+    for stage in ("reference", "reward"):
+        assert len({each[stage] for each in found}) == 1

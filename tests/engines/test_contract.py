@@ -108,6 +108,28 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it(driver: Driver) -> None:
     assert free.finish_reason == "length"
 
 
+def test_what_ends_an_answer_beside_tokens_is_asked_of_each(driver: Driver) -> None:
+    """Tokens after the one that ends it are of no answer, also where more were sampled."""
+    free = _batch(driver, max_tokens=20)
+
+    def ends(tokens: Sequence[int], seen: int) -> int | None:
+        """The second odd token."""
+        odd = [at for at, token in enumerate(tokens) if token % 2]
+        return odd[1] + 1 if len(odd) > 1 else None
+
+    ended = _batch(driver, max_tokens=20, ends=ends)
+    for whole, answer in zip(free, ended, strict=True):
+        count = ends(whole.tokens, 0)
+        assert answer.tokens == whole.tokens[:count]
+        assert answer.finish_reason == ("length" if count is None else "stop")
+        assert answer.spans[-1].end == len(answer.tokens)
+        np.testing.assert_allclose(answer.logprobs, whole.logprobs[:count], atol=1e-4)
+    assert len({len(answer.tokens) for answer in ended}) > 1
+    # The engine goes on, with the same sequence too.
+    again = driver.answer([*PROMPTS[0], *ended[0].tokens, 5], max_tokens=4)
+    assert len(again.tokens) == 4
+
+
 def test_only_given_tokens_stop(driver: Driver) -> None:
     """The model's own end-of-sequence token (2) is a token like any other unless it is given."""
     answers = [
@@ -296,7 +318,7 @@ def test_memory_is_released_and_restored(driver: Driver) -> None:
     assert all(resident_bytes(pid)[1] < 2**30 for pid in driver.engine.pids())
     driver.run(driver.engine.restore_memory())
     if driver.engine.policy_version is None:
-        driver.run(driver.engine.load_weights(manifest_from_directory(driver.directory, 0)))
+        driver.run(driver.engine.play_under(manifest_from_directory(driver.directory, 0)))
     assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]
 
 
@@ -309,7 +331,7 @@ def test_updated_weights_are_the_ones_that_answer_there_and_back(
     new = publish(model.state_dict(), tmp_path / "published", 41, "float32")
     long = [request(index, PROMPTS[index] * 2) for index in range(3)]
     driver.generate(long)
-    driver.run(driver.engine.load_weights(new))
+    driver.run(driver.engine.play_under(new))
     assert driver.engine.policy_version == 41
     for item, answer in zip(long, driver.generate(long), strict=True):
         expected = model_logprobs(model, item.tokens, answer.tokens, 0.7)
@@ -317,7 +339,7 @@ def test_updated_weights_are_the_ones_that_answer_there_and_back(
         assert answer.spans == [VersionSpan(41, 0, len(answer.tokens))]
         np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
         assert np.abs(np.subtract(former, expected)).mean() > 0.1
-    driver.run(driver.engine.load_weights(old))
+    driver.run(driver.engine.play_under(old))
     for item, answer in zip(long, driver.generate(long), strict=True):
         expected = reference_logprobs(driver.directory, item.tokens, answer.tokens, 0.7)
         np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
@@ -350,7 +372,7 @@ def test_weights_that_are_not_the_models_are_refused(
     elif damage == "gone":
         path.unlink()
     with pytest.raises(WeightSyncError) as caught:
-        driver.run(driver.engine.load_weights(manifest))
+        driver.run(driver.engine.play_under(manifest))
     assert not caught.value.engine_lost
     assert driver.engine.policy_version == version
     assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]

@@ -69,6 +69,7 @@ def scratch() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.slow
 def test_an_update_equals_a_fresh_engine_and_a_killed_engine_is_lost(
     tmp_path: Path, scratch: Path
 ) -> None:
@@ -81,7 +82,7 @@ def test_an_update_equals_a_fresh_engine_and_a_killed_engine_is_lost(
     driver = start("vllm", tmp_path / "old", scratch, dtype="bfloat16")
     try:
         old = _greedy(driver)
-        driver.run(driver.engine.load_weights(manifest))
+        driver.run(driver.engine.play_under(manifest))
         updated = _greedy(driver)
         repeated = _greedy(driver)
     finally:
@@ -175,7 +176,7 @@ def test_smollm2_is_updated_exactly_and_matches_transformers(tmp_path: Path, scr
         manifest = publish(model.state_dict(), tmp_path / "published", 1, "bfloat16")
         moved = np.abs(_difference(model, prompt, answer)).mean()
         assert moved > 10 * noise
-        driver.run(driver.engine.load_weights(manifest))
+        driver.run(driver.engine.play_under(manifest))
         updated = _greedy(driver, together=False)
     finally:
         _end(driver, before)

@@ -15,6 +15,7 @@ from typing import Any, TextIO, TypeAlias
 
 import psutil
 
+from earl_core.pretrained.adapter_directory import is_adapter, policy_in
 from earl_core.run.record import read_lines
 from tests import warm
 from tests.learnt import SMALLEST_CHANGE, assert_learnt, largest_change, weights_in
@@ -131,8 +132,8 @@ class Runs:
         return digest.hexdigest()
 
     def policy(self, iteration: int, name: str = "run") -> Path:
-        """The model directory of a checkpoint."""
-        return self.run(name) / "checkpoints" / f"{iteration:06d}" / "policy"
+        """The model directory of a checkpoint, or the adapter's."""
+        return policy_in(self.run(name) / "checkpoints" / f"{iteration:06d}")
 
     def metrics(self, name: str = "run") -> list[dict[str, float]]:
         """What was measured, a line for each iteration."""
@@ -145,7 +146,10 @@ class Runs:
         last = max(int(line["iteration"]) for line in lines)
         weights = weights_in(self.policy(last, name))
         norms = [line["update/grad_norm"] for line in lines]
-        assert_learnt(norms, weights_in(self.model), weights)
+        first = self.policy(0, name)
+        # The model itself has no pairs.
+        before = weights_in(first if is_adapter(first) else self.model)
+        assert_learnt(norms, before, weights)
         if than is not None:
             assert largest_change(weights, weights_in(self.policy(last, than))) > SMALLEST_CHANGE
 

@@ -11,7 +11,9 @@ import torch
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.tensors.slices import local_part
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
+from tests.learner.test_low_rank import plain_updates, trained_by_peft
 from tests.learner.test_policy_learner import TEMPERATURE, make_learner, plain_ppo_step, weights_of
+from tests.learnt import assert_learnt
 
 ALGORITHM = {
     "policy_loss": {"name": "ppo_clip", "clip_high": 0.28},
@@ -119,3 +121,30 @@ def test_a_learner_goes_on_from_its_state(device: torch.device, tmp_path: Path) 
     assert norms[0] > 0
     for name, weight in first.named_weights().items():
         assert torch.allclose(weight, second.named_weights()[name], atol=1e-6), name
+
+
+def test_an_adapter_learns_on_the_device_as_on_the_cpu(
+    device: torch.device, tmp_path: Path
+) -> None:
+    """In float32 as PEFT's formula in float64 has it; in bf16 beside a frozen bf16 base."""
+    base, samples = save_model("llama", tmp_path / "base"), random_samples(12)
+    start = trained_by_peft(base, "all-linear", tmp_path / "start")
+    adapter = {"rank": 3, "alpha": 6.0, "from": str(start)}
+    settings = SMOOTH | {"adapter": adapter, "epochs": 2, "learning_rate": 0.05}
+    learner = on(device, make_learner(base, {"policy_loss": "policy_gradient"}, **settings))
+    before = {name: each.clone() for name, each in learner.parallel.published.items()}
+    learner.update(samples, iteration=0)
+    expected, norms = plain_updates(base, start, samples, learner.config)
+    found = learner.parallel.published
+    assert_learnt(norms, before, found)
+    for name, each in found.items():
+        assert torch.allclose(each.cpu(), expected[name], atol=1e-4), name
+    settings |= {"precision": "bf16", "compile": device.type == "cuda"}
+    mixed = on(device, make_learner(base, **settings))
+    kinds = {each.dtype for each in mixed.named_weights().values()}
+    assert kinds == {torch.float32, torch.bfloat16}
+    scores = mixed.score(samples)
+    assert mixed.update(samples, iteration=0)["grad_norm"] > 1e-3
+    assert any(
+        (one != other).any() for one, other in zip(scores, mixed.score(samples), strict=True)
+    )

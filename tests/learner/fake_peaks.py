@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -23,16 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from earl_core.config.model import AdapterConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.deployment.shapes import ModelShape
+from earl_core.deployment.shapes import AdapterShape, ModelShape
 from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.learner import token_logprobs
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.compiled_layers import compile_layers
 from earl_core.learner.data.packing import separate
+from earl_core.learner.low_rank import attach_pairs, entry_of, pairs_of
 from earl_core.learner.model import PackedTensors, checkpoint_activations, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
@@ -114,15 +117,18 @@ class Case(NamedTuple):
     deployment: StageDeployment
     mixed: bool = True
     compiled: bool = False
+    adapter: AdapterShape | None = None
 
     @property
     def shape(self) -> ModelShape:
-        return shape_of(self.model, layers=self.layers)
+        return shape_of(self.model, layers=self.layers).with_adapter(self.adapter)
 
     def __str__(self) -> str:
         precision = "bf16" if self.mixed else "fp32"
         compiled = " compiled" if self.compiled else ""
-        return f"{self.model} {self.layers} {precision}{compiled} {self.deployment.label}"
+        pairs = f" rank {self.adapter.rank}" if self.adapter else ""
+        pairs += f" {' '.join(self.adapter.targets)}" if self.adapter else ""
+        return f"{self.model} {self.layers} {precision}{compiled}{pairs} {self.deployment.label}"
 
 
 def _case(
@@ -133,40 +139,58 @@ def _case(
     layers: int = 4,
     mixed: bool = True,
     compiled: bool = False,
+    adapter: AdapterShape | None = None,
     **mesh: int,
 ) -> Case:
     deployment = StageDeployment(
         "update", max_tokens_per_microbatch=tokens, activation_checkpointing=rung, **mesh
     )
-    return Case(model, layers, deployment, mixed, compiled)
+    return Case(model, layers, deployment, mixed, compiled, adapter)
 
+
+_PAIRS = AdapterShape(rank=16)
+"""Pairs that are trained beside a frozen model."""
 
 SEVEN_BILLION = _case("qwen2.5-7b", 16384, layers=28, shard=8)
 CASES = [
     SEVEN_BILLION,
     _case("qwen2.5-0.5b", 8192, "none"),
-    _case("qwen2.5-0.5b", 16384, shard=4),
     _case("qwen2.5-1.5b", 4096, "none", shard=2),
+    _case("qwen2.5-7b", 16384, "selective", shard=8),
+    _case("qwen2.5-1.5b", 16384, "full", shard=2, compiled=True),
+    _case("qwen2.5-7b", 8192, tensor_parallel=2, shard=4),
+    _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=8, compiled=True),
+    _case("qwen2.5-72b", 65536, tensor_parallel=4, context_parallel=4, shard=8),
+    _case("llama-3.1-8b", 8192, "none", mixed=False, shard=8),
+    _case("qwen2.5-7b", 16384, adapter=_PAIRS),
+    _case("qwen2.5-7b", 16384, shard=8, compiled=True, adapter=_PAIRS),
+    _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=2, adapter=_PAIRS),
+    _case("llama-3.1-8b", 8192, "none", mixed=False, shard=8, adapter=_PAIRS),
+]
+"""One whole depth, which says that the others, of four layers, tell of all."""
+
+MORE = [
+    _case("qwen2.5-0.5b", 16384, shard=4),
     _case("qwen2.5-1.5b", 4096),
     _case("qwen2.5-7b", 16384, "none", shard=8),
-    _case("qwen2.5-7b", 16384, "selective", shard=8),
     _case("qwen2.5-7b", 16384, "none", shard=8, compiled=True),
-    _case("qwen2.5-1.5b", 16384, "full", shard=2, compiled=True),
     _case("qwen2.5-7b", 4096, shard=64),
-    _case("qwen2.5-7b", 8192, tensor_parallel=2, shard=4),
     _case("qwen2.5-7b", 32768, context_parallel=2, shard=4),
     _case("qwen2.5-32b", 16384, shard=8),
     _case("qwen2.5-72b", 8192, shard=64),
     _case("qwen2.5-72b", 16384, tensor_parallel=8, shard=8),
     _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=8),
     _case("qwen2.5-72b", 16384, "selective", tensor_parallel=4, shard=8),
-    _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=8, compiled=True),
     _case("qwen2.5-72b", 16384, "full", tensor_parallel=4, shard=8, compiled=True),
-    _case("qwen2.5-72b", 65536, tensor_parallel=4, context_parallel=4, shard=8),
     _case("llama-3.1-8b", 131072, context_parallel=8),
-    _case("llama-3.1-8b", 8192, "none", mixed=False, shard=8),
+    _case("qwen2.5-0.5b", 8192, "none", adapter=_PAIRS),
+    _case("qwen2.5-7b", 16384, "selective", adapter=_PAIRS),
+    _case("qwen2.5-7b", 16384, "none", compiled=True, adapter=_PAIRS),
+    _case("qwen2.5-7b", 32768, context_parallel=2, shard=2, adapter=_PAIRS),
+    _case("qwen2.5-7b", 16384, "none", adapter=AdapterShape(rank=64, targets=("q_proj", "v_proj"))),
+    _case("qwen2.5-32b", 16384, shard=4, adapter=_PAIRS),
 ]
-"""One whole depth, which says that the others, of four layers, tell of all."""
+"""Further pairs of what the others vary one at a time."""
 
 
 @contextmanager
@@ -200,8 +224,13 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 
 def all_peaks(scratch: Path) -> dict[str, int]:
-    """The peak of every case, bytes."""
+    """The peak of each of `CASES`, bytes."""
     return {str(case): _peak(case) for case in CASES}
+
+
+def more_peaks(scratch: Path) -> dict[str, int]:
+    """The peak of each of `MORE`, bytes."""
+    return {str(case): _peak(case) for case in MORE}
 
 
 def _peak(case: Case) -> int:
@@ -225,6 +254,8 @@ def update_peak(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         settle(model)
+        if shape.adapter is not None:
+            _attach(model, shape.adapter, torch.bfloat16 if mixed else torch.float32)
         checkpoint_activations(model, deployment.activation_checkpointing)
         chunk = deployment.logits_chunk_tokens or positions_at_a_time(
             shape.vocabulary / deployment.tensor_parallel, gpu=True
@@ -240,8 +271,16 @@ def update_peak(
     return held.peak
 
 
+def _attach(model: PreTrainedModel, adapter: AdapterShape, base: torch.dtype) -> None:
+    wanted = AdapterConfig(rank=adapter.rank, targets=list(adapter.targets) or "all-linear")
+    attach_pairs(model, entry_of(wanted, model, ""), base)
+    for name, empty in pairs_of(model).items():
+        module, _, side = name.rpartition(".")
+        setattr(model.get_submodule(module), side, nn.Parameter(torch.zeros(empty.shape)))
+
+
 def _compute(parallel: ParallelModel, held: Held, deployment: StageDeployment) -> None:
-    named = dict(parallel.model.named_parameters())
+    named = {n: p for n, p in parallel.model.named_parameters() if p.requires_grad}
     optimizer = PolicyOptimizer(named.items(), UpdateConfig())
     optimizer._make_state(list(named))
     tree, exchange = separate([deployment.max_tokens_per_microbatch]), None
@@ -256,6 +295,7 @@ def _compute(parallel: ParallelModel, held: Held, deployment: StageDeployment) -
         logprobs, _ = parallel.module(packed, 1.0, "none")
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
         del logprobs
+    assert named
     for parameter in named.values():
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32

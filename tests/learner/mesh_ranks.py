@@ -24,12 +24,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import build_shell
 from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
 from earl_core.tensors.slices import local_part, slices_of
-from tests.learner.cuts import meshes
+from tests.learner.cuts import mesh_of, meshes
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.test_policy_learner import make_learner
 from tests.learner.vocabulary_ranks import compare_vocabularies
@@ -82,6 +83,7 @@ class Case:
     samples: int = 18
     dealt: tuple[int, ...] = (0, 1, 2, 3)
     chunk_tokens: int | None = None
+    adapter: dict[str, Any] | None = None
 
     def learner(self, scratch: Path, mesh: UpdateMesh | None = None) -> PolicyLearner:
         settings = {"minibatches": 3, "epsilon": 1e-2, "learning_rate": 0.03, "weight_decay": 0.1}
@@ -90,6 +92,7 @@ class Case:
             self.algorithm,
             mesh=mesh,
             logits_chunk_tokens=self.chunk_tokens,
+            adapter=self.adapter,
             **settings | self.update,
         )
 
@@ -144,6 +147,22 @@ CASES = {
     "norms_of_heads": Case(kind="qwen3"),
 }
 
+# The first step moves B alone where it begins as 0.
+ADAPTERS = {
+    "all_linear": Case(
+        algorithm=CASES["ppo_clip"].algorithm,
+        update={"max_grad_norm": 0.5},
+        adapter={"rank": 3, "alpha": 6},
+    ),
+    "some_tied": Case(
+        kind="qwen2",
+        update={"activation_checkpointing": "full", "max_tokens_per_microbatch": 1},
+        dealt=(0, 0, 1, 0, 2),
+        chunk_tokens=3,
+        adapter={"rank": 8, "alpha": 4, "targets": ["q_proj", "o_proj", "down_proj"]},
+    ),
+}
+
 # A sample a microbatch, so that ranks which share no sample compute what one process does, bit for
 # bit, and add the same numbers up in float32.
 MIXED = Case(
@@ -172,7 +191,12 @@ def prepare(scratch: Path) -> None:
     for kind in ("llama", "qwen2", "qwen3"):
         save_model(model(kind), scratch / kind)
     exact = dataclasses.replace(MIXED, update={**MIXED.update, "precision": "fp32"})
-    for name, case in (CASES | {"mixed": MIXED, "exact": exact}).items():
+    compute_alone(scratch, CASES | {"mixed": MIXED, "exact": exact})
+
+
+def compute_alone(scratch: Path, cases: dict[str, Case]) -> None:
+    """Write what one process computes in each case."""
+    for name, case in cases.items():
         learner = case.learner(scratch)
         before = {name: weight.clone() for name, weight in learner.named_weights().items()}
         found = result_of(case, learner)
@@ -205,7 +229,7 @@ def result_of(case: Case, learner: PolicyLearner) -> dict[str, torch.Tensor]:
         f"score {sample.sample_id}": torch.from_numpy(values)
         for sample, values in zip(samples, scores, strict=True)
     }
-    for name, weight in learner.named_weights().items():
+    for name, weight in learner.parallel.trained.items():
         found[f"weight {name}"] = local_part(weight)
         for key, value in learner.optimizer.state[name].items():
             found[f"{key} {name}"] = value
@@ -222,7 +246,7 @@ def _recorded_gradients(learner: PolicyLearner) -> dict[str, torch.Tensor]:
     original = learner.optimizer.step
 
     def step() -> None:
-        for name, parameter in learner.named_parameters():
+        for name, parameter in learner.parallel.trained.items():
             assert parameter.grad is not None
             gradients[f"gradient{step.steps} {name}"] = local_part(parameter.grad).clone()
         step.steps += 1
@@ -239,7 +263,7 @@ def differences(name: str, learner: PolicyLearner, scratch: Path) -> dict[str, f
     Absolute, and relative for numbers above 1.
     """
     expected = load_file(scratch / f"{name}.safetensors")
-    found = result_of(CASES[name], learner)
+    found = result_of((CASES | ADAPTERS)[name], learner)
     boxes = {each.name: each.box for each in slices_of(learner.named_weights())}
     largest: dict[str, float] = {}
     for key, value in found.items():
@@ -273,19 +297,28 @@ def compare(scratch: Path) -> dict[str, float]:
     return found
 
 
+def compare_mixed_pairs(scratch: Path) -> dict[str, dict[str, float]]:
+    """As `compare_mixed`, for tensor ranks beside shards and beside context ranks."""
+    return _mixed(scratch, [mesh_of(1, 2, 1, 2), mesh_of(1, 1, 2, 2)])
+
+
 def compare_mixed(scratch: Path) -> dict[str, dict[str, float]]:
     """Meshes in bf16: how far gradients and scores are from one process's, of their norm; the same
     of one process's from float32's ("rounding"). By mesh, then by kind; `exact`: no sample and no
     matrix is shared.
     """
+    # The others of four ranks do as with two.
+    every = meshes(int(os.environ["WORLD_SIZE"]))
+    return _mixed(scratch, [each for each in every if max(each.axes) < 4 or each.shard == 4])
+
+
+def _mixed(scratch: Path, shapes: list[StageDeployment]) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     mixed, exact = (
         load_file(scratch.parent / f"{name}.safetensors") for name in ("mixed", "exact")
     )
     found = {}
-    for shape in meshes(int(os.environ["WORLD_SIZE"])):
-        if shape.ranks == 4 and max(shape.axes) == 4 and shape.shard == 1:
-            continue  # as with two
+    for shape in shapes:
         mesh = create_mesh(shape)
         learner = MIXED.learner(scratch.parent, mesh)
         assert {weight.dtype for weight in learner.named_weights().values()} == {torch.float32}

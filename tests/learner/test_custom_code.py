@@ -72,7 +72,7 @@ def _logprobs(directory: Path, manifest: WeightsManifest) -> list[float]:
     driver = Driver(engine, directory)
     driver.run(engine.start())
     try:
-        driver.run(engine.load_weights(manifest))
+        driver.run(engine.play_under(manifest))
         return driver.answer([3, 4, 5], max_tokens=8).logprobs
     finally:
         driver.close()

@@ -73,7 +73,7 @@ def test_new_weights_reach_the_engines_copy(tmp_path: Path) -> None:
     updated, fresh = _engine(tmp_path), _engine(tmp_path / "new")
     try:
         manifest = publish(new.state_dict(), tmp_path / "published", 1, "bfloat16")
-        updated.run(updated.engine.load_weights(manifest))
+        updated.run(updated.engine.play_under(manifest))
         found, expected = (driver.answer([3, 4, 5]) for driver in (updated, fresh))
     finally:
         updated.close()

@@ -37,6 +37,8 @@ def make_learner(
     *,
     mesh: UpdateMesh | None = None,
     logits_chunk_tokens: int | None = None,
+    adapter: dict[str, Any] | None = None,
+    seed: int = 0,
     **update: Any,
 ) -> PolicyLearner:
     settings = {
@@ -46,11 +48,12 @@ def make_learner(
         "compile": False,
     }
     return PolicyLearner(
-        ModelConfig(path=str(directory)),
+        ModelConfig(path=str(directory), adapter=adapter),
         UpdateConfig(**(settings | update)),
         AlgorithmConfig(**(algorithm or {})),
         temperature=TEMPERATURE,
         iterations=10,
+        seed=seed,
         mesh=mesh,
         logits_chunk_tokens=logits_chunk_tokens,
     )

@@ -15,8 +15,8 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.selector.model.activations import selective_layer_bytes
 from earl_core.selector.model.catalogue import MODELS
-from earl_core.selector.model.memory_model import selective_layer_bytes
 from earl_core.selector.profile.profile_table import candidate_of_key, key_of
 from tests.learner import fake_peaks
 from tests.learner.helpers import random_samples, save_model
@@ -30,11 +30,15 @@ class Computed(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.summands: Counter[int] = Counter()
+        """Products of matrices by what each of their numbers sums."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.counts[str(function).removesuffix(".default")] += 1
+        if function is torch.ops.aten.mm.default:
+            self.summands[args[0].shape[1]] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -60,7 +64,7 @@ def gradients(learner: PolicyLearner, given: list[TrainingSample]) -> dict[str, 
     step = learner.optimizer.step
 
     def noting() -> None:
-        for name, parameter in learner.named_parameters():
+        for name, parameter in learner.parallel.trained.items():
             assert parameter.grad is not None
             found[name] = parameter.grad.clone()
         step()
@@ -91,6 +95,30 @@ def test_every_rung_has_the_same_gradients(kind: str, tmp_path: Path) -> None:
         assert computed["full"][kept] > computed["none"][kept] or not computed["none"][kept]
     for again in ("aten.rsqrt", "aten.silu"):
         assert computed["selective"][again] == computed["full"][again] > computed["none"][again]
+
+
+def test_only_the_product_of_a_pairs_b_is_computed_again(tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path)
+    given, found, computed = samples(), {}, {}
+    for rung in ("none", "selective"):
+        learner = make_learner(
+            tmp_path, adapter={"rank": 3}, activation_checkpointing=rung,
+            max_tokens_per_microbatch=1024,
+        )  # fmt: skip
+        draw = torch.Generator().manual_seed(5)
+        for name, parameter in learner.parallel.trained.items():
+            if name.endswith("lora_B"):
+                parameter.data = 0.1 * torch.randn(parameter.shape, generator=draw)
+        with Computed() as seen:
+            found[rung] = gradients(learner, given)
+        computed[rung] = seen.summands
+    for name, expected in found["none"].items():
+        assert expected.abs().max() > 0, name
+        assert torch.equal(found["selective"][name], expected), name
+    again = computed["selective"] - computed["none"]
+    # Under checkpointing transformers wants a gradient of the first layer's input, which goes
+    # through query, key and value.
+    assert again.total() - again[3] == 3 < again[3]
 
 
 def test_each_rung_takes_less_memory(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_two_ranks_score_as_one(recorded: Recorded, degrees: dict[str, int]) -> 
     alone, _ = recorded.alone()
     wanted = alone.update(manifests=manifests, checkpoint=None, record={})
     group = recorded.group(REFERENCE, {"stage": "reference", "threads": 1, **degrees})
-    results = group.call("score", manifests=manifests[:1], **site(0))
+    results = group.call("score_reference", manifests=manifests[:1], **site(0))
     entries = [entry for result in results for entry in result["shards"]]
     assert len(entries) == degrees.get("replicas", 1)
     found = shards(recorded, entries, "reference_logprobs")

@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.selector.model.activations import (
+    layer_activation_bytes,
+    standard_activation_bytes,
+)
 from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.catalogue import MODELS
@@ -21,8 +25,6 @@ from earl_core.selector.model.memory_model import (
     MemoryModel,
     TrainingNeeds,
     kv_bytes_per_token,
-    layer_activation_bytes,
-    standard_activation_bytes,
 )
 from earl_core.selector.model.sizes import logits_chunk, positions_at_a_time
 

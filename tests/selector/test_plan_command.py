@@ -24,7 +24,7 @@ from earl_core.selector.model.devices import find_devices
 from earl_core.selector.profile.observations import Observation
 from earl_core.system.errors import ConfigError
 from flows.cli.app import app
-from flows.cli.plan import find_hardware, find_model, parse_contexts
+from flows.cli.plan_arguments import find_hardware, find_model, parse_contexts
 from tests.selector.examples import given
 
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from earl_core.config.feasibility import tensor_degrees, tensor_problem
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.lm_head import decoder_of, head_of
+from earl_core.learner.low_rank import PairedLinear
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard, own_part
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
@@ -92,7 +93,7 @@ def _unsplittable(model: PreTrainedModel) -> str:
     styles = _styles(decoder, plan)
     for name, style in styles.items():
         kind = type(decoder.get_submodule(name))
-        if style in ("colwise", "rowwise") and kind is not nn.Linear:
+        if style in ("colwise", "rowwise") and kind not in (nn.Linear, PairedLinear):
             return f"{name} is no linear layer ({kind.__name__})"
     others = _unplanned(decoder, styles)
     return f"its plan does not say how {others[0]} is split" if others else ""
@@ -166,22 +167,30 @@ def _enter_once(
     return (parts.gather(args[0]), *args[1:]), kwargs
 
 
-class _ByColumns(nn.Linear):
+class _ByColumns(PairedLinear):
     """[1, n P, inputs] → this rank's outputs of all tokens."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else own_part(self.bias)
-        return F.linear(input, own_part(self.weight), bias)
+        return self.with_pair(input, F.linear(input, own_part(self.weight), bias))
+
+    def own_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.lora_A, own_part(self.lora_B)
 
 
-class _ByRows(nn.Linear):
+class _ByRows(PairedLinear):
     """This rank's inputs of all tokens → all outputs of this rank's tokens."""
 
     parts: _TokenParts
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        found = self.parts.sum(F.linear(input, own_part(self.weight)))
+        # The product with A is a summand as well, and what follows it is linear: one sum for all.
+        own = self.with_pair(input, F.linear(input, own_part(self.weight)))
+        found = self.parts.sum(own)
         return found if self.bias is None else found + self.bias
+
+    def own_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return own_part(self.lora_A), self.lora_B
 
 
 def _cut(parameter: torch.Tensor, ranks: DeviceMesh, dimension: int) -> nn.Parameter:
@@ -195,8 +204,15 @@ def _cut(parameter: torch.Tensor, ranks: DeviceMesh, dimension: int) -> nn.Param
 def _split_matrix(
     matrix: nn.Linear, ranks: DeviceMesh, parts: _TokenParts, *, by_rows: bool
 ) -> None:
-    """Its class says how it computes: compiled layers have one code, but each its own objects."""
-    matrix.weight = _cut(matrix.weight, ranks, 1 if by_rows else 0)
+    """Its class says how it computes: compiled layers have one code, but each its own objects.
+
+    Of a pair one is cut as the matrix is. The other is whole, and gets from each rank the gradient
+    of its part, whose sum is its own.
+    """
+    dimension, paired = (1, "lora_A") if by_rows else (0, "lora_B")
+    matrix.weight = _cut(matrix.weight, ranks, dimension)
+    if paired in matrix._parameters:
+        setattr(matrix, paired, _cut(getattr(matrix, paired), ranks, dimension))
     if by_rows:
         matrix.__class__ = _ByRows
         cast(_ByRows, matrix).parts = parts

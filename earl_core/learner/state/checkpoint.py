@@ -1,6 +1,7 @@
-"""Training states on disk: `policy/`, `optimizer.safetensors`, `state.json`.
+"""Training states on disk: `policy/` or `adapter/`, `optimizer.safetensors`, `state.json`.
 
-`policy/` is a directory that `from_pretrained` loads, tokenizer included. Files hold whole tensors,
+`policy/` is a directory that `from_pretrained` loads, tokenizer included. `adapter/` is one in
+PEFT's format, of a model that is not copied. Files hold whole tensors,
 which all ranks of a mesh fill together, each the boxes it holds, so that a state written under one
 mesh loads under any other. Where the ranks are on several hosts, each host writes one file of
 weights and one of the optimizer's tensors, beside an index, as Hugging Face splits large models.
@@ -22,8 +23,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from earl_core.learner.state.model_files import write_model_files
 from earl_core.learner.state.optimizer import PolicyOptimizer, State
+from earl_core.learner.state.policy_files import PolicyFiles
 from earl_core.pretrained.huggingface import PreTrainedModel, PreTrainedTokenizerBase
 from earl_core.run.checkpoints import (
     describe_state,
@@ -45,7 +46,8 @@ from earl_core.tensors.safetensors_layout import (
     plan_layout,
 )
 from earl_core.tensors.slices import Slice, local_box, local_part, slices_like, slices_of
-from earl_core.weights.load import model_files, tensor_files
+from earl_core.weights.load import tensor_files
+from earl_core.weights.manifest import AdapterEntry
 
 if TYPE_CHECKING:
     from earl_core.learner.parallel.mesh import UpdateMesh
@@ -59,23 +61,26 @@ def write_training_state(
     optimizer: PolicyOptimizer,
     state: dict[str, Any],
     mesh: UpdateMesh | None = None,
+    adapter: AdapterEntry | None = None,
 ) -> None:
     """Write a training state, or nothing: all files go to a sibling, which is then renamed.
 
     directory must not exist or must be a training state, which is replaced. state: JSON-able
-    things of the caller, such as the policy version; rank 0's counts. With a mesh all its ranks
+    things of the caller, such as the policy version; rank 0's counts. adapter: the one that alone
+    is trained, and written. With a mesh all its ranks
     call it, and all must see the directory. Raises OSError on all ranks when the disk is full,
     with nothing left behind.
     """
     ranks = Ranks(mesh)
     building = directory.parent / f".{directory.name}.building"
     gather_nothing(model)
-    parameters = dict(model.named_parameters())
+    files = PolicyFiles(model, adapter)
+    parameters = files.trained
     try:
-        ranks.on_first(lambda: _begin(directory, building, model, tokenizer))
-        weights = ranks.do(lambda: slices_of(parameters | _persistent_buffers(model)))
-        written = _write_tensors(building / "policy", "model", weights, ranks)
-        known = {f"policy/{name}": checksum for name, checksum in written.items()}
+        ranks.on_first(lambda: _begin(directory, building, files, tokenizer))
+        weights = ranks.do(lambda: slices_of(files.tensors()))
+        written = _write_tensors(building / files.folder, files.stem, weights, ranks, files)
+        known = {f"{files.folder}/{name}": checksum for name, checksum in written.items()}
         moments = ranks.do(lambda: _optimizer_slices(parameters, optimizer))
         known |= _write_tensors(building, "optimizer", moments, ranks)
         ranks.on_first(lambda: _seal(directory, building, _shapes(parameters), state, known))
@@ -91,19 +96,21 @@ def read_training_state(
     model: PreTrainedModel,
     optimizer: PolicyOptimizer,
     mesh: UpdateMesh | None = None,
+    adapter: AdapterEntry | None = None,
 ) -> dict[str, Any]:
     """Load weights and optimizer state in place, bit for bit; returns the caller's `state`.
 
     Each rank reads the boxes that it holds, whatever mesh wrote them. Raises CheckpointError, on
     all ranks and before anything is changed, when a file is damaged or when the state belongs to
-    a model with other parameters.
+    a model with other parameters, and ConfigError when an adapter has another base.
     """
     ranks = Ranks(mesh)
     gather_nothing(model)
-    parameters = dict(model.named_parameters())
+    files = PolicyFiles(model, adapter)
+    parameters = files.trained
     content = _verified(directory, ranks)
     _check_same_model(directory, content["parameters"], _shapes(parameters))
-    weights = ranks.do(lambda: _weights(directory, parameters))
+    weights = ranks.do(lambda: files.open(directory))
     moments = ranks.do(lambda: _moments(directory))
     ranks.do(lambda: _load(parameters, weights, optimizer, moments))
     return cast(dict[str, Any], content["state"])
@@ -115,6 +122,7 @@ def try_training_state(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     mesh: UpdateMesh | None = None,
+    adapter: AdapterEntry | None = None,
 ) -> None:
     """Write what `write_training_state` will write below `parent`, but no tensors, and remove it.
 
@@ -122,12 +130,13 @@ def try_training_state(
     Collective.
     """
     ranks = Ranks(mesh)
-    weights = sum(each.numel() * each.element_size() for each in model.parameters())
+    files = PolicyFiles(model, adapter)
+    weights = sum(each.numel() * each.element_size() for each in files.trained.values())
 
     def try_it() -> None:
         building = parent / ".rehearsal.building"
         try:
-            _begin(parent / "rehearsal", building, model, tokenizer)
+            _begin(parent / "rehearsal", building, files, tokenizer)
             _require_room(parent, _STATES * weights)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -159,16 +168,6 @@ def _shapes(parameters: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in parameters.items()}
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that `save_pretrained` writes too; every rank holds them whole."""
-    return {
-        f"{prefix}.{name}".lstrip("."): buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-
-
 def _check_same_model(
     directory: Path, stored: dict[str, list[int]], wanted: dict[str, list[int]]
 ) -> None:
@@ -187,50 +186,59 @@ def _check_same_model(
 
 
 def _begin(
-    directory: Path, building: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    directory: Path, building: Path, files: PolicyFiles, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The new directory with all that one rank knows: configuration and tokenizer."""
     with naming(directory):
         for stale in directory.parent.glob(f".{directory.name}.*"):
             remove(stale)  # of a process that was killed while it wrote
-        policy = building / "policy"
-        policy.mkdir(parents=True)
-        write_model_files(policy, model, tokenizer)
+        files.write_others(building, tokenizer)
 
 
 def _write_tensors(
-    directory: Path, stem: str, slices: Sequence[Slice], ranks: Ranks
+    directory: Path,
+    stem: str,
+    slices: Sequence[Slice],
+    ranks: Ranks,
+    policy: PolicyFiles | None = None,
 ) -> dict[str, str]:
     """Whole tensors, each in its own dtype: `stem.safetensors`, or a file of each host and an
-    index. Each host's ranks fill its file, with what others send them, because a network file
-    system need not let two hosts write one. The files' checksums by name. Collective."""
+    index, which adapters have none of. Each host's ranks fill its file, with what others send them,
+    because a network file system need not let two hosts write one. The files' checksums by name.
+    Collective."""
     plan = ranks.from_first(
         lambda: [(each.name, DTYPE_CODES[each.tensor.dtype], each.shape) for each in slices]
     )
     tensors = {name: (DTYPES[code], tuple(shape)) for name, code, shape in plan}
     hosts = list(dict.fromkeys(ranks.hosts))
+    if policy is not None and policy.adapter is not None:
+        del hosts[1:]
     writers = _dealt(tensors, hosts)
+    metadata = _METADATA if policy is None else policy.metadata
     layouts = [
-        plan_layout({name: tensors[name] for name in tensors if writers[name] == host}, _METADATA)
+        plan_layout({name: tensors[name] for name in tensors if writers[name] == host}, metadata)
         for host in hosts
     ]
     places = {name: place for layout in layouts for name, place in layout.places.items()}
     parts = own_shares(slices, places, ranks, writers=writers)
-    names = _file_names(stem, len(hosts))
-    own = hosts.index(ranks.hosts[ranks.rank])
-    path, layout = directory / names[own], layouts[own]
-    leader = ranks.hosts.index(hosts[own]) == ranks.rank
-    ranks.do(lambda: _allocate(path, layout) if leader else None)
+    names = dict(zip(hosts, _file_names(stem, len(hosts)), strict=True))
+    host = ranks.hosts[ranks.rank]
+    leader = host in names and ranks.hosts.index(host) == ranks.rank
+    path = directory / names.get(host, "")
+    ranks.do(lambda: _allocate(path, layouts[hosts.index(host)]) if leader else None)
 
     def write() -> None:
+        if host not in names:
+            write_shares(memoryview(b""), places, slices, parts, ranks)
+            return
         with naming(path), path.open("r+b") as file:
-            mapping = mmap.mmap(file.fileno(), layout.total_bytes)
+            mapping = mmap.mmap(file.fileno(), layouts[hosts.index(host)].total_bytes)
         write_shares(mapping, places, slices, parts, ranks)
         mapping.flush()
 
     ranks.do(write)
     if len(hosts) > 1:
-        files = {name: names[hosts.index(host)] for name, host in writers.items()}
+        files = {name: names[writer] for name, writer in writers.items()}
         index = {
             "metadata": {"total_size": sum(each.stop - each.start for each in places.values())},
             "weight_map": files,
@@ -238,7 +246,7 @@ def _write_tensors(
         text = json.dumps(index, indent=1)
         ranks.on_first(lambda: _write_text(directory / f"{stem}.safetensors.index.json", text))
     # Its host has just written it; another would read it through the network.
-    checksums = ranks.do(lambda: {names[own]: file_checksum(path)} if leader else {})
+    checksums = ranks.do(lambda: {names[host]: file_checksum(path)} if leader else {})
     return {name: value for each in ranks.gather_json(checksums) for name, value in each.items()}
 
 
@@ -317,20 +325,6 @@ def _seal(
     else:
         building.rename(directory)
     sync(directory.parent)
-
-
-def _weights(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The stored weights, mapped; all that are wanted are there with the right shapes."""
-    found: dict[str, torch.Tensor] = {}
-    for path in model_files(directory / "policy"):
-        found |= open_file(path)
-    for name, tensor in wanted.items():
-        if name not in found or found[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"The checkpoint {directory} lacks {name}, or holds it with another shape. Resume "
-                "from another checkpoint."
-            )
-    return found
 
 
 def _moments(directory: Path) -> dict[str, State]:

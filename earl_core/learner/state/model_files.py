@@ -49,7 +49,7 @@ def write_model_files(
         _config_of(model).to_json_file(policy / _CONFIG)
         model.generation_config.to_json_file(policy / "generation_config.json")
     else:
-        _copy(lying, policy)
+        copy_model_files(lying, policy)
         _write(policy / _CONFIG, _merged(lying, policy, model))
     if model.is_remote_code():
         config = _config_of(model)
@@ -70,7 +70,9 @@ def _directory(config: Any) -> Path | None:
     return path if (path / _CONFIG).is_file() else None
 
 
-def _copy(source: Path, policy: Path) -> None:
+def copy_model_files(source: Path, policy: Path) -> None:
+    """Copy all of a model directory but weights and what is for people alone. Raises `ConfigError`
+    for a file that cannot be copied."""
     for path in _files(source):
         name = path.relative_to(source)
         known = path.suffix in _KINDS and not path.name.endswith(_INDEX)

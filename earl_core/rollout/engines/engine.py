@@ -17,6 +17,9 @@ OUT_OF_MEMORY_ADVICE = (
 )
 
 OnTokens = Callable[[Sequence[int]], None]
+Ends = Callable[[Sequence[int], int], int | None]
+"""Of the sampled tokens, and how many of them it was called with before: how many there are up to
+the one that ends the answer; None when none does."""
 EngineFinishReason = Literal["stop", "length", "model_context", "cancelled"]
 
 
@@ -28,9 +31,10 @@ class GenerationRequest:
     extends the tokens of the earlier one, whose keys and values are then reused. `tokens` is the
     whole prompt. `max_tokens` counts sampled tokens; none means up to the model's context.
     `temperature` lies between 0 (greedy) and 2. The draw of the n-th token depends on `seed` (0 to
-    2**63 - 1), n and the logits only. A sampled token among `stop_token_ids` ends the answer; no
-    other token does. `on_tokens` gets the sampled tokens piece by piece, in the event loop, where
-    the engine can tell; whatever it did not get is in the completion only.
+    2**63 - 1), n and the logits only. A sampled token among `stop_token_ids` ends the answer, and
+    so does one that `ends` finds, which may be called in any thread; no other does. `on_tokens`
+    gets the sampled tokens piece by piece, in the event loop, where the engine can tell; whatever
+    it did not get is in the completion only.
     """
 
     sequence_id: int
@@ -40,14 +44,15 @@ class GenerationRequest:
     seed: int
     stop_token_ids: tuple[int, ...] = ()
     on_tokens: OnTokens | None = None
+    ends: Ends | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
     """A sampled answer.
 
-    `tokens` includes the stop token that ended it. `logprobs` has the same length: natural
-    log-probabilities under the distribution that was sampled from, temperature included (at
+    `tokens` includes the token that ended it, and none after it. `logprobs` has the same length:
+    natural log-probabilities under the distribution that was sampled from, temperature included (at
     temperature 0 those of temperature 1); always finite. `model_context` means that the context
     ended the answer before its own budget did; `tokens` is then empty if the prompt filled it.
     `spans` cover the tokens in order, at least one of them; its end is 0 where there are no tokens.
@@ -58,6 +63,11 @@ class Completion:
     finish_reason: EngineFinishReason
     spans: list[VersionSpan]
 
+    def ended_at(self, count: int) -> Completion:
+        """The answer that its first tokens are, so many that one of them ended it."""
+        spans = [VersionSpan(s[0], s[1], min(s[2], count)) for s in self.spans if s[1] < count]
+        return Completion(self.tokens[:count], self.logprobs[:count], "stop", spans)
+
 
 class Engine(Protocol):
     """A language model that answers many requests at once.
@@ -65,8 +75,12 @@ class Engine(Protocol):
     `lockstep` engines want all live sequences in one `generate` call and give results that depend
     on the batches alone, never on timing. Others batch concurrent `generate` calls themselves, so
     that each episode may call on its own. All methods run on one event loop; `generate` may be
-    awaited concurrently. The outcome of calls that overlap `load_weights` is defined: each
-    token is sampled under the policy version that its span reports.
+    awaited concurrently, also while `play_under` runs: each token is sampled under the policy
+    version that its span reports.
+
+    A version is whole weights, of which an engine has one set, or the pairs of an adapter beside
+    the model that it started with. Those live side by side: a request is answered under the version
+    that was current when it entered. An engine is built for one of the two.
     """
 
     @property
@@ -75,7 +89,8 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int | None:
-        """Version of the weights in use; none before they are defined."""
+        """The version that requests which enter now are answered under; none before there is
+        one."""
 
     @property
     def max_model_len(self) -> int:
@@ -102,18 +117,27 @@ class Engine(Protocol):
     def finish(self, sequence_ids: Collection[int]) -> None:
         """Forget these sequences and free what is cached for them; unknown ids are ignored."""
 
-    async def load_weights(self, manifest: WeightsManifest) -> None:
-        """Replace the weights; afterwards `policy_version` is the manifest's.
+    async def play_under(self, manifest: WeightsManifest) -> None:
+        """Answer the requests that enter from now on under this version, which then is
+        `policy_version`.
 
-        Raises `WeightSyncError` unless exactly the model's tensors arrived with the right bytes.
+        Whole weights are loaded in place of the former ones; running requests are waited for or go
+        on, as the engine has it. Pairs are loaded if this version is not held, and nobody waits;
+        the former one is unloaded when its last request is answered, unless it is kept. Raises
+        `WeightSyncError` unless exactly the model's tensors, or the pairs of exactly the matrices
+        that the manifest names, arrived with the right bytes; the former version then goes on.
         """
+
+    async def keep(self, versions: Collection[int]) -> None:
+        """Hold these versions though no request uses them, so that `play_under` finds them; those
+        of the call before no longer. Means nothing where versions are whole weights."""
 
     async def release_memory(self) -> None:
         """Give memory back between rollouts; cached sequences are lost."""
 
     async def restore_memory(self) -> None:
         """Undo `release_memory`. Where the weights were given up, `policy_version` becomes none
-        and `load_weights` must follow."""
+        and `play_under` must follow."""
 
     async def stop(self) -> None:
         """End the engine and every process it started. May be called twice."""
@@ -122,7 +146,8 @@ class Engine(Protocol):
         """Totals since the start.
 
         `generated_tokens`, `prompt_tokens`, `prefix_hit_tokens` (prompt tokens whose keys and
-        values were reused), `requests`, and `peak_memory_bytes` where it is known.
+        values were reused), `requests`, and `peak_memory_bytes` where it is known. Not a total:
+        `held_versions`, the pairs that are loaded now.
         """
 
     def pids(self) -> list[int]:

@@ -25,10 +25,12 @@ _WITHOUT_PLANS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 @dataclass
 class Row:
-    """A cached sequence: the tokens whose keys and values are computed."""
+    """A cached sequence: the tokens whose keys and values are computed, all of them under one
+    version, here its number and digest."""
 
     sequence_id: int
     tokens: list[int] = field(default_factory=list)
+    version: tuple[int, str] | None = None
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped

@@ -26,6 +26,8 @@ from earl_core.rollout.engines.engine import (
     GenerationRequest,
     answer_budget,
 )
+from earl_core.rollout.engines.held_versions import HeldVersion
+from earl_core.rollout.engines.paired_layers import NO_PAIRS, PairedLayers, Pairs
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.rollout.errors import EngineError, WeightSyncError
 from earl_core.system.memory import OutOfMemory, guarded, is_out_of_memory
@@ -55,12 +57,13 @@ class _Sampling:
     finish_reason: EngineFinishReason | None = None
 
 
-class TorchEngine(BaseEngine):
+class TorchEngine(BaseEngine[Pairs]):
     """An `Engine` on transformers' own forward pass.
 
     Any causal language model whose attention is causal over the whole context (Llama, Qwen, GPT-2
     and their like). In float32 an answer depends bit for bit on the batches it was sampled in and
-    on nothing else. Keys and values are kept until `finish`. options: fields of `EngineSettings`.
+    on nothing else. Keys and values are kept until `finish`, or until the sequence goes on under
+    other pairs. options: fields of `EngineSettings`.
     """
 
     lockstep = True
@@ -74,11 +77,13 @@ class TorchEngine(BaseEngine):
         threads = self._settings.threads or torch.get_num_threads()
         self._executor = ThreadPoolExecutor(1, "torch-engine", torch.set_num_threads, (threads,))
         self._model: PreTrainedModel | None = None
+        self._layers: PairedLayers | None = None
         self._cache = SlotCache()
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._finished: set[int] = set()
         self._released = False
+        self._under: tuple[int, str] | None = None
         self._peak_cache_bytes = 0
 
     async def start(self) -> None:
@@ -88,16 +93,14 @@ class TorchEngine(BaseEngine):
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Generate the answers in the engine's thread. Concurrent calls are answered one after
         another."""
-        self._check_usable(self._model)
-        self._enter(requests)
-        try:
-            doing = f"generating {len(requests)} answers in the torch engine"
-            return await self._run(doing, lambda: self._generate(requests))
-        except asyncio.CancelledError:
-            self._cancelled.update(request.sequence_id for request in requests)
-            raise
-        finally:
-            self._leave(requests)
+        self._check_alive()
+        async with self._entered(requests) as held:
+            try:
+                doing = f"generating {len(requests)} answers in the torch engine"
+                return await self._run(doing, lambda: self._generate(requests, held))
+            except asyncio.CancelledError:
+                self._cancelled.update(request.sequence_id for request in requests)
+                raise
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
         """Cancel the running requests, as `Engine` wants; takes effect after the forward pass that
@@ -114,19 +117,27 @@ class TorchEngine(BaseEngine):
             finally:
                 self._lock.release()
 
-    async def load_weights(self, manifest: WeightsManifest) -> None:
-        """Load the weights into the model in place, as `Engine` wants."""
-        self._check_usable(self._model)
+    async def _load_whole(self, manifest: WeightsManifest) -> None:
         await self._run("loading weights", lambda: self._load_weights(manifest))
+
+    async def _load_pairs(self, manifest: WeightsManifest) -> Pairs:
+        """Not in the computing thread, whose answers would be waited for."""
+        return await asyncio.to_thread(self._pairs_of, manifest)
+
+    async def _unload_pairs(self, loaded: Pairs) -> None:
+        """The tensors go with the last reference."""
+
+    def _check_alive(self) -> None:
+        self._check_usable(self._model)
 
     async def release_memory(self) -> None:
         """Free all cached keys and values; on an accelerator move the weights to host memory."""
-        self._check_usable(self._model)
+        self._check_alive()
         await self._run("releasing memory", self._release)
 
     async def restore_memory(self) -> None:
         """Undo `release_memory`; the weights are still there."""
-        self._check_usable(self._model)
+        self._check_alive()
         await self._run("restoring memory", self._restore)
 
     async def stop(self) -> None:
@@ -134,13 +145,14 @@ class TorchEngine(BaseEngine):
         self._lost = self._lost or "it was stopped"
         await asyncio.to_thread(self._executor.shutdown)
         self._cache.clear()
-        self._model = None
+        self._model = self._layers = None
 
     def statistics(self) -> dict[str, float]:
         """Return the totals that `Engine` wants; also `cache_bytes` now and `peak_cache_bytes`."""
         totals = dict(self._totals)
         totals["cache_bytes"] = float(self._cache.nbytes)
         totals["peak_cache_bytes"] = float(self._peak_cache_bytes)
+        totals["held_versions"] = float(len(self._versions))
         if self._device.type == "cuda":
             totals["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
         return totals
@@ -171,6 +183,8 @@ class TorchEngine(BaseEngine):
             trust_remote_code=self._settings.trust_remote_code,
         )
         self._take_head(self._model)
+        if self._settings.adapter_rank is not None:
+            self._layers = PairedLayers(self._model)
         self._config_digest = config_digest(self._model.config.to_dict())
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
 
@@ -179,11 +193,17 @@ class TorchEngine(BaseEngine):
         self._head = Float32Head(head) if self._settings.float32_head else head
 
     @torch.inference_mode()
-    def _generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def _generate(
+        self, requests: Sequence[GenerationRequest], held: HeldVersion[Pairs] | None
+    ) -> list[Completion]:
         if self._released:
             raise EngineError("the engine's memory is released: call restore_memory() first")
-        version = self._version()
+        # Whole weights may have been loaded since these requests entered.
+        version = self._version() if held is None else held.number
         with self._lock:
+            if self._layers is not None:
+                self._layers.pairs = NO_PAIRS if held is None else held.loaded
+            self._under = version, "" if held is None else held.digest
             samplings = [
                 _Sampling(request, *answer_budget(request, self.max_model_len))
                 for request in requests
@@ -233,6 +253,9 @@ class TorchEngine(BaseEngine):
         todo: dict[int, list[int]] = {}
         for sequence_id, sampling in by_id.items():
             row, prompt = self._cache.row(sequence_id), list(sampling.request.tokens)
+            if row.version != self._under:
+                row.tokens.clear()
+                row.version = self._under
             # At least one token is computed anew, for its logits.
             kept = min(common_prefix(row.tokens, prompt), len(prompt) - 1)
             del row.tokens[kept:]
@@ -308,16 +331,20 @@ class TorchEngine(BaseEngine):
                 sampling.finish_reason = "cancelled"
                 continue
             if not np.isfinite(logprob):
+                assert self._under is not None
                 raise EngineError(
                     f"the model gave a log-prob of {logprob} at policy version "
-                    f"{self.policy_version}: its weights have diverged; lower the learning rate"
+                    f"{self._under[0]}: its weights have diverged; lower the learning rate"
                 )
             sampling.tokens.append(token)
             sampling.logprobs.append(logprob)
             self._totals["generated_tokens"] += 1
-            if token in sampling.request.stop_token_ids:
+            ends, count = sampling.request.ends, len(sampling.tokens)
+            if token in sampling.request.stop_token_ids or (
+                ends is not None and ends(sampling.tokens, count - 1)
+            ):
                 sampling.finish_reason = "stop"
-            elif len(sampling.tokens) == sampling.budget:
+            elif count == sampling.budget:
                 sampling.finish_reason = sampling.exhausted
 
     def _forget_finished(self) -> None:
@@ -342,6 +369,16 @@ class TorchEngine(BaseEngine):
             self._cache.clear()
             self._take_head(self._model)
             self.policy_version = manifest.policy_version
+
+    @torch.no_grad()
+    def _pairs_of(self, manifest: WeightsManifest) -> Pairs:
+        assert self._layers is not None
+        assert manifest.adapter is not None
+        matched = self._matched_pairs(manifest, self._layers.matrices)
+        place, dtype = self._device, self._dtype
+        with guarded("rollout", "loading an adapter into the torch engine", OUT_OF_MEMORY_ADVICE):
+            pairs = {n: (a.to(place, dtype), b.to(place, dtype)) for n, (a, b) in matched.items()}
+        return Pairs(pairs, manifest.adapter.scale)
 
     def _release(self) -> None:
         with self._lock:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
@@ -20,12 +19,16 @@ from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.admission import Admission
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.engine import Completion, GenerationRequest, answer_budget
+from earl_core.rollout.engines.held_versions import HeldVersion
 from earl_core.rollout.engines.memory_watch import MemoryWatch
 from earl_core.rollout.engines.processes import LeftoverProcesses
+from earl_core.rollout.engines.vllm_adapters import AdapterFolders, adapter_arguments
+from earl_core.rollout.engines.vllm_answers import completion, sampling_parameters
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.memory import resident_peak_bytes
 from earl_core.system.processes import descendants
 from earl_core.trajectory.samples import VersionSpan
+from earl_core.weights.adapter_pairs import layer_matrices
 from earl_core.weights.load import parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
 
@@ -38,12 +41,12 @@ _STOP_SECONDS = 20.0
 _ENDED_BY_SIGNAL = re.compile(r"proc\(s\): \{[^}]*: -\d")
 
 
-class VllmEngine(BaseEngine):
+class VllmEngine(BaseEngine[Any]):
     """An `Engine` on vLLM's `AsyncLLM`.
 
     Prompts that extend earlier ones hit vLLM's prefix cache, whole blocks at a time. Cached and
     uncached prefixes differ in rounding, so in bfloat16 a repeated rollout need not be equal.
-    `load_weights` waits for running answers and holds back new ones meanwhile.
+    Loading whole weights waits for running answers and holds back new ones meanwhile.
     """
 
     lockstep = False
@@ -64,6 +67,7 @@ class VllmEngine(BaseEngine):
         self._vllm = settings or VllmConfig()
         self._scratch = scratch
         self._sockets: Path | None = None
+        self._folders: AdapterFolders | None = None
         self._engine: Any = None
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._remains = LeftoverProcesses()
@@ -83,6 +87,7 @@ class VllmEngine(BaseEngine):
         self._parameters = parameters_of(self._directory, trusted)
         self._config_digest = config_digest(self._directory, trusted)
         self._sockets = vllm_environment.socket_directory(self._scratch)
+        self._folders = AdapterFolders(self._sockets, self._directory)
         vllm_environment.prepare(self._sockets, self._ranks, self._settings.threads)
         vllm_environment.load()
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -98,6 +103,9 @@ class VllmEngine(BaseEngine):
         arguments = vllm_environment.engine_arguments(
             self._directory, self._settings, self._vllm, self.max_model_len, self._ranks
         )
+        if self._settings.adapter_rank is not None:
+            rank = self._settings.adapter_rank
+            arguments |= adapter_arguments(rank, layer_matrices(self._parameters))
         self._memory = MemoryWatch()
         try:
             self._engine = AsyncLLM.from_engine_args(
@@ -125,10 +133,20 @@ class VllmEngine(BaseEngine):
         while not self._open.is_set():
             await self._open.wait()
         self._check_alive()
-        version = self._version()
-        self._enter(requests)
-        self._idle.clear()
-        answers = [asyncio.ensure_future(self._answer(each, version)) for each in requests]
+        try:
+            async with self._entered(requests) as held:
+                self._idle.clear()
+                return await self._answers(requests, held)
+        finally:
+            if not self._running:
+                self._idle.set()
+
+    async def _answers(
+        self, requests: Sequence[GenerationRequest], held: HeldVersion[Any] | None
+    ) -> list[Completion]:
+        version = self._version() if held is None else held.number
+        pairs = None if held is None else held.loaded
+        answers = [asyncio.ensure_future(self._answer(each, version, pairs)) for each in requests]
         try:
             return await asyncio.gather(*answers)
         except EngineError:
@@ -142,9 +160,7 @@ class VllmEngine(BaseEngine):
             for answer in answers:
                 answer.cancel()
             await asyncio.gather(*answers, return_exceptions=True)
-            self._cancelled.difference_update(self._leave(requests))
-            if not self._running:
-                self._idle.set()
+            self._cancelled -= {self._running[each.sequence_id] for each in requests}
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
         """Abort the requests in vLLM, and give up those that wait for admission."""
@@ -168,9 +184,8 @@ class VllmEngine(BaseEngine):
     def finish(self, sequence_ids: Collection[int]) -> None:
         """Do nothing: vLLM evicts the blocks that were used longest ago when it needs room."""
 
-    async def load_weights(self, manifest: WeightsManifest) -> None:
-        """Replace the weights in vLLM's workers while no request runs, as `Engine` wants."""
-        self._check_alive()
+    async def _load_whole(self, manifest: WeightsManifest) -> None:
+        """Replace the weights in vLLM's workers while no request runs."""
         await asyncio.to_thread(self._matched, manifest, self._parameters)
         async with self._no_requests():
             try:
@@ -197,20 +212,49 @@ class VllmEngine(BaseEngine):
                 raise WeightSyncError(self._lost, engine_lost=True) from error
             self.policy_version = manifest.policy_version
 
+    async def _load_pairs(self, manifest: WeightsManifest) -> Any:
+        """vLLM's request of the version, loaded beside the others while answers run."""
+        assert self._folders is not None
+        await asyncio.to_thread(self._matched_pairs, manifest, layer_matrices(self._parameters))
+        pairs = self._folders.make(manifest)
+        given = pairs.lora_name, pairs.lora_int_id, pairs.lora_path, manifest.model_dump_json()
+        load = self._engine.collective_rpc("earl_load_pairs", None, given)
+        found = {each for each in await self._answered(load) if each}
+        if found:
+            await self._unload_pairs(pairs)
+            refused = f"policy version {manifest.policy_version} was not loaded into vLLM: "
+            error = WeightSyncError(refused + "; ".join(sorted(found)))
+            self._check_memory(error, "loading an adapter into vLLM")
+            raise error
+        return pairs
+
+    async def _unload_pairs(self, loaded: Any) -> None:
+        assert self._folders is not None
+        if self._engine is not None and not self._engine.errored:
+            await self._answered(self._engine.remove_lora(loaded.lora_int_id))
+        self._folders.remove(loaded)
+
     async def release_memory(self) -> None:
-        """Give up weights and KV cache: on a GPU by sleep level 2, on a CPU by their pages."""
+        """Give up KV cache and weights: on a GPU by sleep level 2, on a CPU by their pages.
+
+        The model beside which pairs are played comes with no version: on a GPU it moves to host
+        memory (sleep level 1), on a CPU it stays.
+        """
         self._check_alive()
+        whole = self._settings.adapter_rank is None
         async with self._no_requests():
             if self._sleeps:
-                await self._answered(self._engine.sleep(level=2))
+                await self._answered(self._engine.sleep(level=2 if whole else 1))
             elif await self._answered(self._engine.reset_prefix_cache()):
-                await self._answered(self._engine.collective_rpc("earl_give_back"))
+                give_back = self._engine.collective_rpc("earl_give_back", None, (whole,))
+                await self._answered(give_back)
             else:  # some block is in use
                 return
-            self.policy_version = None
+            if whole:
+                self.policy_version = None
 
     async def restore_memory(self) -> None:
-        """Undo `release_memory`; `load_weights` must follow."""
+        """Undo `release_memory`; where versions are whole weights `play_under` must follow."""
         self._check_alive()
         if self._sleeps:
             await self._answered(self._engine.wake_up())
@@ -234,7 +278,7 @@ class VllmEngine(BaseEngine):
     def statistics(self) -> dict[str, float]:
         """Return the totals that `Engine` wants; `peak_memory_bytes` is that of vLLM's
         processes."""
-        totals = dict(self._totals)
+        totals = {**self._totals, "held_versions": float(len(self._versions))}
         peak = resident_peak_bytes(self.pids())
         if peak:
             totals["peak_memory_bytes"] = float(peak)
@@ -298,76 +342,57 @@ class VllmEngine(BaseEngine):
             finally:
                 self._open.set()
 
-    async def _answer(self, request: GenerationRequest, version: int) -> Completion:
+    async def _answer(self, request: GenerationRequest, version: int, pairs: Any) -> Completion:
         name = self._running[request.sequence_id]
         async with self._admission.entered(name):
             if name in self._cancelled:
                 return Completion([], [], "cancelled", [VersionSpan(version, 0, 0)])
-            queue = await self._submit(request)
+            queue = await self._submit(request, pairs)
             try:
-                return await self._collect(request, queue, version)
+                return await self._collect(request, queue, version, whole=pairs is None)
             except asyncio.CancelledError:
                 if queue is not None:
                     await self._abort([queue.request_id], internal=True)
                 raise
 
-    async def _submit(self, request: GenerationRequest) -> Any:
+    async def _submit(self, request: GenerationRequest, pairs: Any) -> Any:
         """The queue that receives the answer; none when there is no room for one."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         budget, _ = answer_budget(request, self.max_model_len)
         if not budget:
             return None
-        parameters = SamplingParams(
-            max_tokens=budget,
-            temperature=request.temperature,
-            seed=request.seed,
-            stop_token_ids=list(request.stop_token_ids),
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.CUMULATIVE
-            if request.on_tokens
-            else RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
+        parameters = sampling_parameters(request, budget)
         prompt = {"type": "token", "prompt_token_ids": list(request.tokens)}
         name = self._running[request.sequence_id]
-        queue = await self._engine.add_request(name, prompt, parameters)
+        queue = await self._engine.add_request(name, prompt, parameters, lora_request=pairs)
         if name in self._cancelled:  # while it was on its way
             await self._abort([name], internal=False)
         return queue
 
-    async def _collect(self, request: GenerationRequest, queue: Any, version: int) -> Completion:
+    async def _collect(
+        self, request: GenerationRequest, queue: Any, version: int, *, whole: bool
+    ) -> Completion:
         _, exhausted = answer_budget(request, self.max_model_len)
         self._totals["requests"] += 1
         if queue is None:
             return Completion([], [], exhausted, [VersionSpan(version, 0, 0)])
-        output, told = await queue.get(), 0
-        while not output.finished:
+        output, known = await queue.get(), 0
+        while True:
             so_far = output.outputs[0].token_ids
+            ended = request.ends(so_far, known) if request.ends else None
+            if output.finished or ended is not None:
+                break
             if request.on_tokens:
-                request.on_tokens(so_far[told:])
-            told, output = len(so_far), await queue.get()
-        answer = output.outputs[0]
-        tokens, logprobs = list(answer.token_ids), list(answer.logprobs.logprobs)
-        if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):
-            raise EngineError(
-                f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens, or some that are "
-                f"not finite, at policy version {version}: the weights have probably diverged; "
-                "lower the learning rate"
-            )
-        self._totals["generated_tokens"] += len(tokens)
+                request.on_tokens(so_far[known:])
+            known, output = len(so_far), await queue.get()
+        answer = completion(output.outputs[0], version, exhausted, whole=whole)
+        if ended is not None:
+            # vLLM may have sampled more; the answer has no token after the one that ended it.
+            answer = answer.ended_at(ended)
+            await self._abort([] if output.finished else [queue.request_id], internal=True)
+        self._totals["generated_tokens"] += len(answer.tokens)
         self._totals["prompt_tokens"] += len(request.tokens)
         self._totals["prefix_hit_tokens"] += output.num_cached_tokens or 0
-        spans = [VersionSpan(int(s.version), s.start, s.end) for s in answer.weight_versions or ()]
-        spans = spans or [VersionSpan(version, 0, len(tokens))]
-        if answer.finish_reason == "abort":
-            return Completion(tokens, logprobs, "cancelled", spans)
-        reason = "stop" if answer.finish_reason == "stop" else exhausted
-        return Completion(tokens, logprobs, reason, spans)
+        return answer
 
     async def _abort(self, names: list[str], *, internal: bool) -> None:
         if names and self._engine is not None and not self._engine.errored:

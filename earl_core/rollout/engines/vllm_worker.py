@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from earl_core.rollout.engines import vllm_cpu_pairs
+from earl_core.rollout.engines.vllm_pairs import PolicyPairs
 from earl_core.system.memory import give_back_free_memory, give_back_pages
 from earl_core.tensors.library_paths import plain_libraries
 from earl_core.weights.load import names_problem, open_weights
@@ -49,13 +51,13 @@ def _spin_briefly() -> None:
 
 
 _spin_briefly()
+vllm_cpu_pairs.install()
 plain_libraries()
 
 
-class PolicyWeights:
+class PolicyWeights(PolicyPairs):
     """Methods for vLLM's worker; `self` is the worker, so names must not clash with its own."""
 
-    model_runner: Any
     reload_weights: Any
 
     def earl_load_weights(self, manifest_json: str) -> dict[str, Any]:
@@ -87,15 +89,18 @@ class PolicyWeights:
             _give_back(self.model_runner.kv_caches)
         return {"digest": manifest.digest, "parameters": len(loaded), "head_error": error}
 
-    def earl_give_back(self) -> None:
-        """Give the pages of weights and KV cache back on a CPU; no request may run, and
-        `earl_load_weights` must follow."""
-        model = self.model_runner.get_model()
-        for layer in model.modules():
-            if hasattr(layer, "cpu_linear"):
-                # It holds the packed copy; loading makes another.
-                layer.cpu_linear = _given_back
-        _give_back([*model.parameters(), *self.model_runner.kv_caches])
+    def earl_give_back(self, weights: bool) -> None:
+        """Give the pages of the KV cache back on a CPU, and those of the weights if
+        `earl_load_weights` follows; no request may run."""
+        given: list[torch.Tensor] = [*self.model_runner.kv_caches]
+        if weights:
+            model = self.model_runner.get_model()
+            for layer in model.modules():
+                if hasattr(layer, "cpu_linear"):
+                    # It holds the packed copy; loading makes another.
+                    layer.cpu_linear = _given_back
+            given.extend(model.parameters())
+        _give_back(given)
 
     def _earl_reload(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> set[str]:
         """Reload and report which parameters the model's own loader says it filled."""

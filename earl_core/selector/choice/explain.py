@@ -18,6 +18,7 @@ from earl_core.deployment.stages import SELECTABLE
 from earl_core.selector.choice.policy import evaluate, select
 from earl_core.selector.choice.predict import Prediction, Predictor
 from earl_core.selector.choice.selection import SelectionInput, Statistics
+from earl_core.selector.model.activations import standard_activation_bytes
 from earl_core.selector.model.candidates import RuledOut
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import (
@@ -25,7 +26,6 @@ from earl_core.selector.model.memory_model import (
     TrainingNeeds,
     gib,
     kv_bytes_per_token,
-    standard_activation_bytes,
 )
 from earl_core.selector.profile.observations import Observation
 

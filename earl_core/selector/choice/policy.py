@@ -15,7 +15,7 @@ from typing import Any
 
 from earl_core.deployment.plan import Basis, DeploymentPlan, StagePrediction
 from earl_core.deployment.stage_deployment import Move, StageDeployment, move_between
-from earl_core.deployment.stages import SELECTABLE, STAGES
+from earl_core.deployment.stages import SELECTABLE
 from earl_core.selector.choice.predict import NoFeasiblePlan, Prediction, Predictor
 from earl_core.selector.choice.reason import reason_of, switch_seconds, tokens
 from earl_core.selector.choice.search_space import offers, with_fitting_microbatch
@@ -129,7 +129,7 @@ def evaluate(predictor: Predictor) -> tuple[Rows, list[RuledOut]]:
     found: Rows = {}
     out: list[RuledOut] = []
     for stage in SELECTABLE:
-        if not STAGES[stage].takes_part(given) or stage not in given.selector.stages:
+        if not given.chosen(stage) or stage not in given.selector.stages:
             continue
         candidates, problems = offers(predictor, stage)
         rows = [predictor.predict(candidate, predictor.now) for candidate in candidates]
@@ -161,6 +161,9 @@ def live_tokens(given: SelectionInput) -> DeploymentPlan:
         stages["rollout"] = stages["rollout"]._replace(max_model_len=predictor.max_model_len)
         if predictor.length_reason.startswith(CONTEXT_RAISED):
             reasons["rollout"] += f"; {predictor.length_reason}"
+    for stage in filter(given.in_ranks_of_update, SELECTABLE):
+        if stage in stages:
+            stages[stage] = stages["update"]._replace(stage=stage)
     now = predictor.now
     basis = Basis(context=now.context, longest=now.longest, requests=float(now.episodes))
     if given.current is not None and _near(predictor):

@@ -1,6 +1,5 @@
 """Seconds and memory of every candidate under the load that the next iterations will bring:
-roofline, measurements and memory model together.
-"""
+roofline, measurements and memory model together."""
 
 from __future__ import annotations
 
@@ -157,10 +156,10 @@ class Predictor:
 
     def own_part(self, candidate: StageDeployment) -> float:
         """Bytes on one device of what a rank holds of the parameters, whatever the load: of an
-        engine its weights; of the update float32 weights, gradients and two Adam moments."""
+        engine its weights; of the update weights, gradients and two Adam moments."""
         if candidate.stage == "rollout":
-            return self._value * self.shape.parameters / candidate.tensor_parallel
-        return self.memory.state(candidate).total
+            return self.memory.engine_weights(candidate.tensor_parallel, self._value)
+        return self.memory.state(candidate, self.given.update.mixed).total
 
     def formula_peak(self, candidate: StageDeployment, load: Load) -> float:
         """Bytes on one device by formula alone: what `Peak.predicted` of a measurement is."""
@@ -253,12 +252,9 @@ class Predictor:
         """Return the bytes that others than the stage's tensors hold; until that was measured on a
         GPU, those of the libraries of all processes that take turns there."""
         given = self.given
-        turns = [
-            role
-            for role in PLACEMENTS[given.stages.placement].gives_way(stage)
-            if STAGES[role].takes_part(given)
-        ]
-        return given.reserved_bytes.get(stage, self.memory.outside * (1 + len(turns)))
+        others = PLACEMENTS[given.stages.placement].gives_way(stage)
+        turns = [role for role in (stage, *others) if given.chosen(role)]
+        return given.reserved_bytes.get(stage, self.memory.outside * len(turns))
 
     # Predictions
 
@@ -288,12 +284,14 @@ class Predictor:
         return model.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
-        """Return the reason why a host of GPUs cannot hold the state that its ranks leave there for
-        the engines' time, float32 weights and two Adam moments, beside two published versions;
-        empty when it can."""
+        """Return the reason why a host of GPUs cannot hold what its ranks leave there for the
+        engines' time, and engines of an adapter for its own, beside published versions; or ""."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
-        own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        needed = 12.0 * own * ranks + 2.0 * self._value * self.shape.parameters
+        needed = ranks * self.memory.resting(candidate, self.given.update.mixed)
+        needed += 2.0 * self._value * self.shape.trained_parameters
+        if self.shape.adapter is not None:
+            engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)
+            needed += engines * self._value * self.shape.parameters
         budget = self.given.selector.memory_fraction * self.hardware.memory_bytes
         if needed <= budget or not PLACEMENTS[self.given.stages.placement].gives_way("rollout"):
             return ""

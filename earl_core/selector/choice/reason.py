@@ -6,6 +6,7 @@ import math
 
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
 from earl_core.selector.choice.predict import Prediction, Predictor
+from earl_core.selector.model.memory_model import MemoryModel, gib
 
 
 def reason_of(
@@ -31,6 +32,8 @@ def reason_of(
 
 def _kept(predictor: Predictor, rows: list[Prediction], row: Prediction, running: bool) -> str:
     text = f"{row.candidate.label} {'kept' if running else 'chosen'}: {_situation(predictor, row)}"
+    if row.candidate.stage == "update" and not running:
+        text += _adapter(predictor)
     other = next((r for r in rows if r.allowed and r.candidate != row.candidate), None)
     if other is None:
         return text
@@ -59,6 +62,23 @@ def _situation(predictor: Predictor, row: Prediction) -> str:
     return f"{sequences} fill {100 * row.filled:.0f} % of {place}"
 
 
+def _adapter(predictor: Predictor) -> str:
+    """Say what an adapter saves; empty without one."""
+    shape, mixed = predictor.shape, predictor.given.update.mixed
+    if shape.adapter is None:
+        return ""
+    alone = StageDeployment("update")
+    whole, own = (
+        MemoryModel(each, predictor.memory.device, predictor.hardware).state(alone, mixed).total
+        for each in (shape.with_adapter(None), shape)
+    )
+    trained = f"{shape.trained_parameters / 1e6:,.1f} M of {shape.parameters / 1e9:.3g} B"
+    return (
+        f"; an adapter of rank {shape.adapter.rank} trains {trained} parameters, so that the "
+        f"state of all ranks takes {gib(own)} instead of {gib(whole)}"
+    )
+
+
 _SHORT = {
     "tensor_parallel": "TP",
     "context_parallel": "CP",
@@ -84,10 +104,6 @@ def tokens(count: float) -> str:
     return f"{count:.0f}" if count < 1024 else f"{count / 1024:.0f}K"
 
 
-_STATE_BYTES = 16.0
-"""Bytes of a parameter in training: weight, gradient and both moments, in float32."""
-
-
 def switch_seconds(predictor: Predictor, before: StageDeployment, after: StageDeployment) -> float:
     """Seconds of the move, as last measured; else a rebuild costs what is configured, and a
     reshard the time in which the state goes over the links once."""
@@ -96,6 +112,7 @@ def switch_seconds(predictor: Predictor, before: StageDeployment, after: StageDe
         return known.switch_seconds.get(after.stage, predictor.given.selector.switch_seconds)
     if move != "reshard":
         return 0.0
-    moved = _STATE_BYTES * predictor.shape.parameters / after.ranks
+    whole = predictor.memory.state(StageDeployment("update"), predictor.given.update.mixed)
+    moved = whole.total / after.ranks
     guess = moved / predictor.roofline.group_bandwidth(after.ranks)
     return known.reshard_seconds.get(after.stage, guess)

@@ -129,7 +129,23 @@ class SelectionInput(Settings):
         """Make the input of a run. seen: the other fields, as far as there is something to say."""
         sections = ("rollout", "experience", "update", "stages", "needs_reference", "selector")
         own = {name: getattr(config, name) for name in sections}
-        return cls(**{**own, "hardware": hardware, "model": model, **seen})
+        adapter = config.model.adapter
+        trained = model.with_adapter(adapter.shape) if adapter else model
+        return cls(**{**own, "hardware": hardware, "model": trained, **seen})
+
+    def chosen(self, stage: str) -> bool:
+        """Tell whether the stage takes part, in ranks of its own."""
+        return STAGES[stage].takes_part(self) and not self.in_ranks_of_update(stage)
+
+    def in_ranks_of_update(self, stage: str) -> bool:
+        """Tell whether the update's ranks do the stage: they score with the frozen model where they
+        train an adapter beside it."""
+        return STAGES[stage].done_by(self) != STAGES[stage].role
+
+    @property
+    def reference_joins(self) -> bool:
+        """True when the one reference is the base of an adapter, which the update's ranks hold."""
+        return self.model.adapter is not None and not self.reference_models
 
     def shape_of(self, stage: str) -> ModelShape:
         """The model that a stage computes with; the largest where it holds several."""
@@ -191,9 +207,15 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
             # A frozen model has no optimizer whose state could be moved away.
             stages[stage.name] = update._replace(stage=stage.name, offload_optimizer=False)
             reasons[stage.name] = "as the update, which has the same forward pass"
+            if given.in_ranks_of_update(stage.name):
+                stages[stage.name] = update._replace(stage=stage.name)
+                reasons[stage.name] = _IN_RANKS_OF_UPDATE
     return DeploymentPlan(
         iteration=given.iteration, stages=stages, reasons=reasons, attempt=given.attempt
     )
+
+
+_IN_RANKS_OF_UPDATE = "in the update's ranks, without the adapter's pairs: no second model is held"
 
 
 def _configured(given: SelectionInput, stage: str) -> str:

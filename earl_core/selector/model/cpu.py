@@ -5,12 +5,8 @@ from __future__ import annotations
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.selector.model.memory_model import (
-    Memory,
-    MemoryModel,
-    gib,
-    layer_activation_bytes,
-)
+from earl_core.selector.model.activations import layer_activation_bytes
+from earl_core.selector.model.memory_model import Memory, MemoryModel, gib
 from earl_core.selector.model.sizes import powers
 
 _RUNTIME_BYTES = 0.3 * 2**30

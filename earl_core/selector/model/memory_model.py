@@ -1,9 +1,10 @@
 """Peak memory of a stage under a stage deployment: by formula, corrected by measured peaks.
 
-Formulas that hold only on a CPU are in `cpu`. All sizes are bytes on one device. Activations follow
-what a decoder layer keeps for its backward pass with an attention kernel that stores no score
-matrix; `standard_activation_bytes` is the older formula that does store it (Korthikanti et al.
-2022, equation 1), kept for comparison.
+Formulas that hold only on a CPU are in `cpu`, those of a layer's activations in `activations`. All
+sizes are bytes on one device.
+
+Where an adapter is trained, the model is frozen in the dtype that computes, and has neither
+gradients nor moments; its pairs have what all of a model has elsewhere.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from typing import NamedTuple
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.selector.model.activations import (
+    compiled_layer_bytes,
+    feed_forward_bytes,
+    layer_activation_bytes,
+    norm_bytes,
+    selective_layer_bytes,
+)
 from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 
 RUNTIME_BYTES = 2**30
@@ -26,6 +34,9 @@ PREFILL_TOKENS = 8192
 
 MASK_ELEMENTS = 2**26
 """Numbers in the attention mask of the torch engine, at most."""
+
+ADAPTERS = 2
+"""Versions of an adapter that an engine holds."""
 
 
 class Memory(NamedTuple):
@@ -92,24 +103,39 @@ class MemoryModel:
     def training(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one update rank. longest: tokens of the longest sample, which no microbatch cuts.
 
-        Float32 weights, gradients and two Adam moments, divided by tensor, shard and context ranks,
-        and beside them the most that a backward pass holds at a time.
+        Its part of the state, and beside it the most that a backward pass holds at a time.
         """
-        state = self.state(candidate)._replace(runtime=self.runtime)
+        state = self.state(candidate, needs.mixed)._replace(runtime=self.runtime)
         work = _Work(self, candidate, longest, needs)
         return max((state.plus(moment) for moment in work.backward()), key=lambda m: m.total)
 
-    def state(self, candidate: StageDeployment) -> Memory:
-        """An update rank's part of parameters, gradients and moments, whatever the load."""
-        own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        moments = 0.0 if candidate.offload_optimizer else 8 * own
-        return Memory(weights=4 * own, gradients=4 * own, optimizer=moments)
+    def state(self, candidate: StageDeployment, mixed: bool) -> Memory:
+        """An update rank's part of parameters, gradients and moments, whatever the load: float32
+        weights, gradients and two moments of what is trained, and a frozen model in the dtype that
+        computes, divided by tensor, shard and context ranks."""
+        trained = own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
+        frozen = 0.0
+        if self.shape.adapter is not None:
+            frozen = (2 if mixed else 4) * own
+            pairs = self.shape.layers * self.shape.pair_parameters(candidate.tensor_parallel)
+            trained = pairs / candidate.parts
+        moments = 0.0 if candidate.offload_optimizer else 8 * trained
+        return Memory(weights=frozen + 4 * trained, gradients=4 * trained, optimizer=moments)
+
+    def resting(self, candidate: StageDeployment, mixed: bool) -> float:
+        """Bytes that an update rank leaves in the host's memory while others have its device:
+        weights and moments."""
+        state = self.state(candidate._replace(offload_optimizer=False), mixed)
+        return state.weights + state.optimizer
 
     def scoring(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one rank that only scores (reference, value): float32 weights, and a forward pass
-        that keeps no activations."""
+        that keeps no activations. With an adapter it is an update rank, whose state is there."""
         own = 4 * self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        state = Memory(weights=own, runtime=self.runtime)
+        state = Memory(weights=own)
+        if self.shape.adapter is not None:
+            state = self.state(candidate, needs.mixed)._replace(gradients=0.0)
+        state = state._replace(runtime=self.runtime)
         work = _Work(self, candidate, longest, needs)
         return max((state.plus(moment) for moment in work.forward()), key=lambda m: m.total)
 
@@ -121,7 +147,7 @@ class MemoryModel:
         tokens = min(self._prefill_tokens(), running * shape.max_positions)
         width = 4 * shape.hidden_size + (2 * shape.query_size + 4 * shape.feed_forward) / tensor
         fixed = Memory(
-            weights=float(value) * shape.parameters / tensor,
+            weights=self.engine_weights(tensor, value),
             activations=float(value) * tokens * width,
             # Rows of the sampler in the engine's dtype and in float32.
             logits=(4.0 + value) * running * shape.vocabulary / tensor,
@@ -149,13 +175,19 @@ class MemoryModel:
         # The mask as numbers, and as the bits that it is made from.
         mask = min(float(MASK_ELEMENTS), tokens * longest) * (value + 1)
         return Memory(
-            weights=float(value) * shape.parameters,
+            weights=self.engine_weights(1, value),
             activations=tokens * width + mask,
             # Logits, two softmaxes, and the cumulated probabilities in float64.
             logits=sequences * shape.vocabulary * (16.0 + value),
             runtime=self.engine_runtime,
             kv_cache=1.5 * sequences * longest * kv_bytes_per_token(shape, 1, value),
         )
+
+    def engine_weights(self, tensor: int, value: int) -> float:
+        """Weights on one rank of an engine: the model's, and the pairs of two versions of an
+        adapter."""
+        pairs = ADAPTERS * self.shape.layers * self.shape.pair_parameters(tensor)
+        return float(value) * (self.shape.parameters / tensor + pairs)
 
     def layer_bytes(self, candidate: StageDeployment, longest: float, mixed: bool) -> float:
         """Count the bytes that a token leaves in one layer for the backward pass."""
@@ -189,6 +221,11 @@ class _Work:
         self.shared, self.wrapped = candidate.parts > 1, needs.mixed or candidate.parts > 1
         self.layer = shape.layer_parameters / tensor
         self.table = shape.embedding_parameters / tensor
+        # What of them is trained.
+        self.trained, self.trained_table = self.layer, self.table
+        if shape.adapter is not None:
+            self.trained, self.trained_table = shape.pair_parameters(tensor), 0.0
+            self.layer += self.trained
         budget = max(float(candidate.max_tokens_per_microbatch), longest)
         self.tokens = budget / candidate.context_parallel
         # A token's states between two layers, of which tensor ranks have parts, and what it leaves
@@ -198,7 +235,10 @@ class _Work:
         self.kept = model.layer_bytes(candidate, longest, needs.mixed)
         selective = selective_layer_bytes(shape, tensor, needs.mixed)
         self.products = feed_forward_bytes(shape, tensor, needs.mixed)
+        # A compiled layer's gradient from a matrix waits for the one from its pair.
+        self.summand = 0.0
         if needs.compiled:
+            self.summand = self.value * shape.feed_forward / tensor if shape.adapter else 0.0
             self.kept = selective = compiled_layer_bytes(shape, tensor, needs.mixed)
             self.products -= self.value * shape.feed_forward / tensor
         rung = candidate.activation_checkpointing
@@ -207,12 +247,13 @@ class _Work:
         lean = rung == "none" or (needs.compiled and rung == "selective")
         self.again = 0.0 if lean else self.kept
         layers, numbers = model.under_way
-        self.layers_under_way, self.table_under_way = layers * self.kept, numbers * self.table
+        self.layers_under_way = layers * self.kept
+        self.table_under_way = numbers * self.trained_table
         self.logit_bytes = model.logit_bytes if needs.mixed else 4
         self.norms = norm_bytes(shape, tensor, needs.mixed)
         self.normalising = 18 * shape.hidden_size / tensor
         self.wide = self.value * shape.feed_forward / tensor
-        self.matrix = shape.hidden_size * shape.feed_forward / tensor
+        self.matrix = min(self.trained, shape.hidden_size * shape.feed_forward / tensor)
         # Keys and values of a whole pack, of which a context rank has a part.
         whole = 2 * self.value * shape.key_value_size * candidate.context_parallel / tensor
         self.whole = whole if candidate.context_parallel > 1 else 0.0
@@ -229,9 +270,9 @@ class _Work:
         kept = self.layers * self.between + self.again
         yield from self._in_layer(kept, summed=0.0, fetched=self.layer)
         if self.layers > 1:
-            yield from self._in_layer(kept - self.between, self.layer, self.layer)
+            yield from self._in_layer(kept - self.between, self.trained, self.layer)
         if not self.tied:
-            yield from self._in_layer(self.kept, self.layer, self.table)
+            yield from self._in_layer(self.kept, self.trained, self.table)
         yield self._embedding()
 
     def forward(self) -> Iterator[Memory]:
@@ -253,10 +294,17 @@ class _Work:
         return self.value * unit if self.shared else 0.0
 
     def _head(self) -> Iterator[Memory]:
-        """The gradient of the head's weight is summed in float32, beside a chunk of logits and what
-        goes to the states; these are added up at the end; and the weight's is cast."""
+        """The forward pass ends here, beside the buffer that the weight was gathered in. The
+        gradient of the head's weight is summed in float32, beside a chunk of logits and what goes
+        to the states; these are added up at the end; and the weight's is cast."""
         kept = self.layers * self.between + self.norms / 2
-        summed, cast = 4 * self.table, self.value * self.table if self.mixed else 0.0
+        yield Memory(
+            weights=self._copy(self.table) + self._buffer(self.table),
+            activations=self.tokens * kept,
+            logits=4 * self.logits,
+        )
+        summed = 4 * self.trained_table
+        cast = self.value * self.trained_table if self.mixed else 0.0
         one = 4 + self.value if self.mixed else 4
         states = self.answers * self.row, self.tokens * (self.row + self.whole_state)
         for gradients, logits, activations in (
@@ -282,10 +330,11 @@ class _Work:
         if self.tied:
             # The head's copy and gradient wait for the embedding's.
             weights += self._copy(self.table)
-            gradients += self._copy(self.table)
+            gradients += self._copy(self.trained_table)
         # Two products' gradients, and those of the residual stream before and after them.
         moving = 2 * self.wide + self.state + self.whole_state + self.layers_under_way
-        unit = self.layer if self.wrapped else self.matrix
+        moving += self.summand
+        unit = self.trained if self.wrapped else self.matrix
         # A layer that is computed again keeps what it gathered.
         gathered = self.whole if self.again else 0.0
         rest = kept - self.products
@@ -302,72 +351,9 @@ class _Work:
 
     def _embedding(self) -> Memory:
         if not self.wrapped:
-            return Memory(gradients=4 * self.table)
+            return Memory(gradients=4 * self.trained_table)
         units = 2 if self.tied else 1
-        return Memory(gradients=(units * self.value + 4) * self.table)
-
-
-def standard_activation_bytes(shape: ModelShape, tokens: int) -> float:
-    """Activations of a whole model in 16 bit with stored attention scores and no parallelism:
-    s·h·L·(34 + 5·a·s/h), for one sequence of `tokens` (Korthikanti et al. 2022, equation 1)."""
-    scores = 5 * shape.attention_heads * tokens / shape.hidden_size
-    return float(tokens * shape.hidden_size * shape.layers) * (34 + scores)
-
-
-def layer_activation_bytes(shape: ModelShape, tensor: int = 1, mixed: bool = True) -> float:
-    """Count the bytes that one token leaves in one layer for the backward pass, on one device.
-
-    Two norms; query, key, value, attention output and its log-sum; four feed-forward products (two
-    without a gate). Tensor parallel ranks share all but what their matrices read.
-    """
-    value = 2 if mixed else 4
-    attention = 2 * (shape.query_size + shape.key_value_size) * value + 4 * shape.attention_heads
-    split = attention / tensor + feed_forward_bytes(shape, tensor, mixed)
-    return norm_bytes(shape, tensor, mixed) + split
-
-
-def feed_forward_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """Count the bytes that a token leaves in the feed-forward part of a layer: the inputs and
-    outputs of its activation, and with a gate both factors of the product."""
-    return (4 if shape.gated_mlp else 2) * shape.feed_forward * (2 if mixed else 4) / tensor
-
-
-def norm_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """Count the bytes that the two norms of a layer keep of a token: input in float32 and
-    normalised input, of which tensor ranks have parts, and the output, which each rank's matrices
-    read whole."""
-    split, whole = (4 + 2, 2) if mixed else (4 + 4, 4)
-    return 2 * shape.hidden_size * (split / tensor + whole)
-
-
-def selective_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """Count the bytes that one token leaves in one layer under selective checkpointing, on one
-    device.
-
-    The layer's input; the products: query, key, value, output, gate, up and down; attention's
-    output and its log-sum. Tensor parallel ranks share all but the results of output and down
-    before they are added up over the ranks.
-    """
-    value = 2 if mixed else 4
-    split = (3 if tensor > 1 else 1) * shape.hidden_size + 2 * (
-        shape.query_size + shape.key_value_size
-    )
-    split += (2 if shape.gated_mlp else 1) * shape.feed_forward
-    return 2 * value * shape.hidden_size + (value * split + 4 * shape.attention_heads) / tensor
-
-
-def compiled_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """Count the bytes that one token leaves in one compiled layer, on one device: the states that
-    its parts, before and after attention, hand to each other or multiply by weights.
-
-    The states before attention and after it, and normalised, which each tensor rank's matrices
-    read whole; query, key, value, attention's output and its log-sum; gate, up, and what down
-    reads.
-    """
-    value = 2 if mixed else 4
-    split = 2 * (shape.hidden_size + shape.query_size + shape.key_value_size)
-    split += (3 if shape.gated_mlp else 2) * shape.feed_forward
-    return 2 * value * shape.hidden_size + (value * split + 4 * shape.attention_heads) / tensor
+        return Memory(gradients=(units * self.value + 4) * self.trained_table)
 
 
 def kv_bytes_per_token(shape: ModelShape, tensor: int, value: int = 2) -> float:

@@ -63,7 +63,9 @@ class Roofline:
         self._network = hardware.network_bandwidth
         # Of the input table a step reads one row a sequence.
         read = shape.parameters - (0 if shape.tied_embeddings else shape.embedding_parameters)
-        self._weight_bytes = float(value * read)
+        self._trained = float(shape.trained_parameters)
+        self._pairs = 0.0 if shape.adapter is None else self._trained
+        self._weight_bytes = float(value * read) + value * self._pairs
 
     def link(self, ranks: int) -> float:
         """bytes/s of one of so many neighbouring ranks of a host to the others, one way: over PCIe
@@ -98,7 +100,7 @@ class Roofline:
         """Seconds of one step in which each of `running` sequences of `context` tokens gets one."""
         shape, device = self.shape, self.device
         attention = 4.0 * shape.layers * shape.query_size * context
-        flops = running * (2.0 * self._parameters + attention) / tensor
+        flops = running * (2.0 * (self._parameters + self._pairs) + attention) / tensor
         cached = running * context * kv_bytes_per_token(shape, tensor, self._value)
         moved = self._weight_bytes / tensor + cached
         computing = flops / device.flops_of(self._value)
@@ -134,7 +136,7 @@ class Roofline:
         earlier turns."""
         shape = self.shape
         attention = 2.0 * shape.layers * shape.query_size * context
-        flops = tokens * (2.0 * self._parameters + attention)
+        flops = tokens * (2.0 * (self._parameters + self._pairs) + attention)
         moved = 2.0 * self._value * shape.layers * tokens * shape.hidden_size
         reduced = moved * (tensor - 1) / tensor / self.link(tensor)
         return flops / (tensor * threads * self.device.flops_of(self._value)) + reduced
@@ -168,7 +170,10 @@ class Roofline:
         tokens = samples * load.context
         passes = 1.0 if forward_only else 3.0 + (candidate.activation_checkpointing == "full")
         attention = 2.0 * shape.layers * shape.query_size * load.context
-        flops = passes * tokens * (2.0 * self._parameters + attention)
+        flops = passes * tokens * (2.0 * (self._parameters + self._pairs) + attention)
+        if self._pairs and not forward_only:
+            # Of the backward pass's two products for a matrix one is the weight's gradient.
+            flops -= tokens * 2.0 * self._parameters
         computing = flops / (
             candidate.tensor_parallel
             * candidate.context_parallel
@@ -181,6 +186,8 @@ class Roofline:
         computing = max(computing, microbatches * passes * shape.layers * device.layer_seconds)
         if candidate.activation_checkpointing == "selective" and not forward_only:
             computing += self._elementwise_seconds(candidate, tokens)
+        if self._pairs and not forward_only:
+            computing += passes * self._pairs_seconds(candidate, tokens, value)
         communicating = self._tensor_seconds(candidate, tokens, microbatches, passes)
         communicating += self._context_seconds(candidate, tokens, passes)
         gathering = self._gather_seconds(candidate, microbatches, forward_only, value)
@@ -201,19 +208,34 @@ class Roofline:
         bandwidth = self.device.memory_bandwidth * candidate.threads
         return tokens * moved / (candidate.context_parallel * bandwidth)
 
+    def _pairs_seconds(self, candidate: StageDeployment, tokens: float, value: int) -> float:
+        """Seconds of the pairs in one pass, bound by memory: the input of each matrix is read, and
+        its output read and written; a backward pass is two such, for the input's gradient and for
+        the pair's."""
+        tensor = candidate.tensor_parallel
+        moved = 0.0
+        for matrix in self.shape.adapted.values():
+            inputs = matrix.inputs / (tensor if matrix.cut == "inputs" else 1)
+            outputs = matrix.outputs / (tensor if matrix.cut == "outputs" else 1)
+            moved += value * (inputs + 2 * outputs)
+        bandwidth = self.device.memory_bandwidth * candidate.threads
+        return tokens * self.shape.layers * moved / (candidate.context_parallel * bandwidth)
+
     def _adding_seconds(
         self, candidate: StageDeployment, load: Load, tokens: float, microbatches: int
     ) -> float:
-        """Seconds in which float32 gradients are added up: those of all weights once a microbatch,
-        those of the head once for each chunk of logits."""
+        """Seconds in which float32 gradients are added up: those of all that is trained once a
+        microbatch, those of the head once for each chunk of logits."""
         shape = self.shape
         answered = min(1.0, load.generated / load.context) * tokens
         usual = positions_at_a_time(shape.vocabulary, gpu=self.hardware.gpus > 0)
         at_a_time = candidate.logits_chunk_tokens or usual
         chunks = max(0, math.ceil(answered / at_a_time) - microbatches)
         head = shape.vocabulary * shape.hidden_size / candidate.tensor_parallel
+        if self._pairs:
+            head = 0.0
         added = (
-            microbatches * self._parameters / (candidate.tensor_parallel * candidate.parts)
+            microbatches * self._trained / (candidate.tensor_parallel * candidate.parts)
             + chunks * head
         )
         # New and old are read, the sum is written.
@@ -246,20 +268,17 @@ class Roofline:
         if candidate.parts == 1:
             return 0.0
         # Weights travel for the forward and for the backward pass, gradients in float32.
-        moved = (
-            (value if forward_only else 2.0 * value + 4.0)
-            * self._parameters
-            / candidate.tensor_parallel
-            * (candidate.parts - 1)
-            / candidate.parts
-        )
+        numbers = (value if forward_only else 2.0 * value) * (self._parameters + self._pairs)
+        if not forward_only:
+            numbers += 4.0 * self._trained
+        moved = numbers / candidate.tensor_parallel * (candidate.parts - 1) / candidate.parts
         bandwidth = self.group_bandwidth(
             candidate.tensor_parallel * candidate.parts, candidate.tensor_parallel
         )
         return microbatches * moved / bandwidth
 
     def _optimizer_seconds(self, candidate: StageDeployment) -> float:
-        own = self._parameters / (candidate.tensor_parallel * candidate.parts)
+        own = self._trained / (candidate.tensor_parallel * candidate.parts)
         # Gradient, weight and two moments are read, all but the gradient written, in float32.
         seconds = 28.0 * own / (self.device.memory_bandwidth * candidate.threads)
         if candidate.offload_optimizer:
@@ -272,7 +291,7 @@ class Roofline:
         return seconds
 
     def republish_seconds(self, update: StageDeployment, rollout: StageDeployment) -> float:
-        """Seconds to bring the weights from the update's stage deployment to the rollout's.
+        """Seconds to bring the trained weights from the update's stage deployment to the rollout's.
 
         Ranks that hold the slices which the engines want hand them over; otherwise each engine
         gathers a whole copy.
@@ -280,7 +299,7 @@ class Roofline:
         same = update.tensor_parallel == rollout.tensor_parallel and update.parts == 1
         if same:
             return 0.0
-        moved = 2.0 * self._parameters / rollout.tensor_parallel
+        moved = 2.0 * self._trained / rollout.tensor_parallel
         return moved / self.group_bandwidth(
             max(update.ranks // update.replicas, rollout.tensor_parallel)
         )

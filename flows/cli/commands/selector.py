@@ -82,6 +82,15 @@ def plan(
     reference: Annotated[
         bool, typer.Option("--reference", help="Plan a reference model (KL penalty), too.")
     ] = False,
+    adapter: Annotated[
+        int | None,
+        typer.Option(
+            "--adapter",
+            min=1,
+            max=512,
+            help="Rank of a low-rank adapter that is trained in place of the model, such as 16.",
+        ),
+    ] = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="Print the memory formulas for well-known models.")
     ] = False,
@@ -103,5 +112,5 @@ def plan(
         else:
             load = {"responses": responses, "running": running, "engine_share": engine_share}
             planning.explain_question(
-                model, hardware, context, explain, as_json, reference=reference, **load
+                model, hardware, context, explain, as_json, adapter, reference=reference, **load
             )

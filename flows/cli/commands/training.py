@@ -204,7 +204,12 @@ def serve(
 def export(
     run: Run,
     to: Annotated[
-        str, typer.Option(metavar="hf", help="Format; hf: a Hugging Face directory.")
+        str,
+        typer.Option(
+            metavar="hf|adapter",
+            help="Format; hf: a Hugging Face directory, of an adapter the whole model that it and "
+            "its base make; adapter: its pairs alone, for PEFT.",
+        ),
     ] = "hf",
     checkpoint: Annotated[
         str,

@@ -1,0 +1,54 @@
+"""A request in vLLM's words, and its answer out of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from earl_core.rollout.engines.engine import Completion, EngineFinishReason, GenerationRequest
+from earl_core.rollout.errors import EngineError
+from earl_core.trajectory.samples import VersionSpan
+
+
+def sampling_parameters(request: GenerationRequest, budget: int) -> Any:
+    """vLLM's `SamplingParams`. budget: most tokens that may be sampled."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kinds = RequestOutputKind
+    return SamplingParams(
+        max_tokens=budget,
+        temperature=request.temperature,
+        seed=request.seed,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=kinds.CUMULATIVE if request.on_tokens or request.ends else kinds.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def completion(
+    answer: Any, version: int, exhausted: EngineFinishReason, *, whole: bool
+) -> Completion:
+    """A finished answer of vLLM. version: under which it entered. exhausted: why it ended if its
+    budget did. whole: its weights may have been replaced meanwhile, which vLLM notes.
+
+    Raises `EngineError` where log-probs are missing or not finite.
+    """
+    tokens, logprobs = list(answer.token_ids), list(answer.logprobs.logprobs)
+    if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):
+        raise EngineError(
+            f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens, or some that are "
+            f"not finite, at policy version {version}: the weights have probably diverged; "
+            "lower the learning rate"
+        )
+    noted = answer.weight_versions or () if whole else ()
+    spans = [VersionSpan(int(s.version), s.start, s.end) for s in noted]
+    spans = spans or [VersionSpan(version, 0, len(tokens))]
+    if answer.finish_reason == "abort":
+        return Completion(tokens, logprobs, "cancelled", spans)
+    reason = "stop" if answer.finish_reason == "stop" else exhausted
+    return Completion(tokens, logprobs, reason, spans)
