@@ -22,6 +22,21 @@ from typing import Any
 import psutil
 
 from benchmarks.iteration_sides import trl_python
+from benchmarks.update_cases import (
+    ADAPTER,
+    ADAPTER_RANK,
+    CASES,
+    COMPILED,
+    COMPUTE,
+    EARL,
+    LOOP_OF,
+    PLAIN,
+    QUICK,
+    SIDES,
+    SKIP,
+    TRL,
+    Case,
+)
 from benchmarks.update_episodes import workload
 from earl_core.cluster.host import local_hosts
 from earl_core.config import RunConfig, load_config
@@ -30,60 +45,11 @@ from earl_core.control.precision import decide
 from tools.harness import REPOSITORY, Report, Row, interval, median, parser, publish
 from tools.process_tree import CommandFailed
 
-EARL, PLAIN, COMPILED, POSITIONS, TRL = "earl", "plain", "compiled", "positions", "trl"
-ADAPTER = "adapter"
-_RANK = 16
-SIDES = {
-    EARL: "EARL",
-    ADAPTER: f"EARL, an adapter of rank {_RANK} beside all matrices",
-    PLAIN: "plain torch loop, the same packs and attention (the limit)",
-    COMPILED: "the same loop, MLPs and norms under torch.compile",
-    POSITIONS: "plain torch loop, packed by position ids, sdpa with a dense mask, nothing shared",
-    TRL: "TRL",
-}
-_LOOPS = {
-    EARL: None, ADAPTER: None, PLAIN: "SamePacking", COMPILED: "SamePacking",
-    POSITIONS: "PositionIds", TRL: None,
-}  # fmt: skip
 _TIMEOUT_SECONDS = 3600.0
 _MEMORY_SHARE = 0.85
 _SHOWN_CHARACTERS = 200
 
 
-@dataclass(frozen=True)
-class Case:
-    """One workload in one precision: `count` episodes as recorded, or of `tokens` tokens.
-
-    updates: measured in each process. device_batches: rows of TRL's device batch, the fastest is
-    used. Long samples need activation checkpointing on every side to fit a small machine.
-    """
-
-    name: str
-    precision: str
-    tokens: int | None
-    count: int
-    group_size: int
-    rounds: int
-    updates: int
-    sides: tuple[str, ...]
-    device_batches: tuple[int, ...]
-
-    @property
-    def title(self) -> str:
-        """Name of the case in the table."""
-        return f"{self.name} {self.precision}"
-
-
-_THREE = (EARL, PLAIN, TRL)
-CASES = (
-    Case("short", "bf16", None, 24, 4, 2, 2, (*_THREE, ADAPTER, POSITIONS, COMPILED), (8, 24)),
-    Case("short", "fp32", None, 24, 4, 1, 1, (*_THREE, ADAPTER), (8,)),
-    Case("4k", "bf16", 4096, 2, 2, 2, 1, (*_THREE, ADAPTER), (1,)),
-    Case("4k", "fp32", 4096, 2, 2, 1, 1, (*_THREE, ADAPTER), (1,)),
-    Case("16k", "bf16", 16384, 2, 2, 1, 1, _THREE, (1,)),
-    Case("16k", "fp32", 16384, 2, 2, 1, 1, _THREE, (1,)),
-)
-QUICK = Case("short", "auto", None, 8, 4, 1, 2, (*_THREE, ADAPTER), (8,))
 # A machine without a GPU takes half an hour for the case; it says nothing that 4k does not.
 _GPU_ONLY = ("16k fp32",)
 
@@ -139,9 +105,11 @@ class Runner:
                 f"update.precision={case.precision}",
                 f"update.activation_checkpointing={'full' if long else 'none'}",
                 f"update.threads={self._threads}",
-                *([f"model.adapter.rank={_RANK}"] if side == ADAPTER else []),
+                *([f"model.adapter.rank={ADAPTER_RANK}"] if side == ADAPTER else []),
             ],
-            "loop": _LOOPS[side],
+            "loop": LOOP_OF[side],
+            "skips": side == SKIP,
+            "estimator": case.estimator,
             "compile": side == COMPILED,
             "model": self._config.model.path,
             "precision": case.precision,
@@ -178,8 +146,8 @@ class Measured:
         return median([update["seconds"] for found in self.rounds[side] for update in found])
 
     def ratios(self, side: str) -> list[float]:
-        """Seconds of that side over EARL's, within each round."""
-        pairs = zip(self.rounds[side], self.rounds[EARL], strict=False)
+        """Seconds of that side over those of EARL, the first side, within each round."""
+        pairs = zip(self.rounds[side], self.rounds[self.case.first], strict=False)
         return [_seconds(theirs) / _seconds(ours) for theirs, ours in pairs]
 
     def row(self, side: str) -> Row:
@@ -216,7 +184,7 @@ def measure(case: Case, runner: Runner, report: Report) -> Measured:
             try:
                 updates, norm = runner.run(case, side, batches.get(side, 1))
             except CommandFailed as failure:
-                if side == EARL:
+                if side == case.first:
                     raise
                 report.notes.append(f"{case.title}: {SIDES[side]} failed: {_reason(failure)}")
                 left.remove(side)
@@ -267,14 +235,25 @@ def _reason(failure: CommandFailed) -> str:
     return named[-1][:_SHOWN_CHARACTERS]
 
 
+_SKIPPED = (
+    "zero_advantage_speedup: `compute` over `skip`. 7 of 12 groups have no spread: 58 % of the "
+    "tokens, of which a twentieth is computed all the same. Groups share prefixes, so 3,676 tokens "
+    "against 2,205 (2,007 without the twentieth) go through the model: 1.67 (1.83) at the most."
+)
+
+
 def fill(report: Report, found: Sequence[Measured]) -> None:
     """Rows, and the worst case of each comparison as the headline, long contexts apart."""
     for measured in found:
         report.rows += [measured.row(side) for side in measured.rounds]
+    skipping = [median(each.ratios(COMPUTE)) for each in found if COMPUTE in each.rounds]
+    if skipping:
+        report.headline["zero_advantage_speedup"] = min(skipping)
+        report.notes.append(_SKIPPED)
+    compared = [each for each in found if each.case.first == EARL]
     for suffix, long in (("", False), ("_long_contexts", True)):
-        cases = [each for each in found if (each.case.tokens is not None) == long]
-        compared = (("update_share_of_plain_torch", PLAIN), ("update_speedup_vs_trl", TRL))
-        for name, side in compared:
+        cases = [each for each in compared if (each.case.tokens is not None) == long]
+        for name, side in (("update_share_of_plain_torch", PLAIN), ("update_speedup_vs_trl", TRL)):
             ratios = [median(each.ratios(side)) for each in cases if side in each.rounds]
             if ratios:
                 report.headline[name + suffix] = min(ratios)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet
+
+from earl_core.algorithms.advantage_batch import Episodes, token_advantages
+from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 
 EPISODES = Path(__file__).parent / "data" / "episodes.parquet"
 """One iteration of the recipe demo, recorded by `tools.record_episodes`."""
@@ -135,7 +138,26 @@ def kept_episodes(file: Path) -> list[RecordedEpisode]:
     return made
 
 
-def workload(tokens: int | None, count: int) -> list[RecordedEpisode]:
-    """`count` recorded episodes as they are, or conversations of `tokens` tokens made of them."""
+def workload(tokens: int | None, count: int, estimator: str | None = None) -> list[RecordedEpisode]:
+    """`count` recorded episodes as they are, or conversations of `tokens` tokens made of them.
+
+    estimator: gives the advantages anew, from the rewards; None: those that were recorded.
+    """
     episodes = read_episodes()
-    return episodes[:count] if tokens is None else conversations(episodes, tokens, count)
+    made = episodes[:count] if tokens is None else conversations(episodes, tokens, count)
+    return made if estimator is None else with_advantages(made, estimator)
+
+
+def with_advantages(episodes: list[RecordedEpisode], estimator: str) -> list[RecordedEpisode]:
+    """Return the episodes with the advantages that an estimator of groups gives their rewards."""
+    groups = np.array([episode.group_id for episode in episodes])
+    flat = Episodes.checked(
+        np.array([episode.reward for episode in episodes]),
+        groups,
+        np.ones(len(episodes), dtype=np.int64),
+    )
+    values = token_advantages(ADVANTAGE_ESTIMATORS.build(estimator), flat, None)
+    return [
+        replace(episode, advantages=np.float32(value) * episode.loss_mask.astype(np.float32))
+        for episode, value in zip(episodes, values, strict=True)
+    ]

@@ -34,6 +34,7 @@ from earl_core.config import load_config
 from earl_core.learner import memory
 from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.data.packing import TrainingSample, pack, plan_microbatches, plan_shared
+from earl_core.learner.data.zero_advantage import Skipped, leave_out
 from earl_core.learner.model import PackedTensors
 
 _CLIP = 0.2
@@ -201,6 +202,7 @@ class Earl:
             seed=config.seed,
         )
         self._samples = training_samples([])
+        self._skips, self._seed = settings.get("skips", False), config.seed
         self._iteration = 0
 
     def prepare(self, episodes: list[RecordedEpisode]) -> None:
@@ -209,12 +211,18 @@ class Earl:
 
     def update(self) -> dict[str, float]:
         """Update the learner, and measure as `Side` wants."""
-        found = self._learner.update(self._samples, iteration=self._iteration)
+        samples, skipped = self._samples, Skipped()
+        if self._skips:
+            whole, seed = self._learner.whole_episodes, self._seed
+            samples, skipped = leave_out(
+                samples, whole_episodes=whole, seed=seed, iteration=self._iteration
+            )
+        found = self._learner.update(samples, iteration=self._iteration, skipped=skipped)
         self._iteration += 1
         shared = found["shared_prefix_share"]
         return {
             "norm": found["grad_norm"],
-            "computed": sum(len(sample.tokens) for sample in self._samples) * (1 - shared),
+            "computed": sum(len(sample.tokens) for sample in samples) * (1 - shared),
         }
 
 
@@ -256,10 +264,11 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     side: Side = Earl(settings) if settings["loop"] is None else Plain(settings)
     kept = settings.get("episodes")
-    side.prepare(kept_episodes(kept) if kept else workload(None, settings["count"]))
+    estimator = settings.get("estimator")
+    side.prepare(kept_episodes(kept) if kept else workload(None, settings["count"], estimator))
     warm = measured(side)
     if not kept:
-        side.prepare(workload(settings["tokens"], settings["count"]))
+        side.prepare(workload(settings["tokens"], settings["count"], estimator))
     updates = [measured(side) for _ in range(settings["updates"])]
     found = {"warm": warm, "updates": updates, "norm": warm["norm"]}
     Path(settings["results"]).write_text(json.dumps(found), encoding="utf-8")

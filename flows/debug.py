@@ -23,7 +23,7 @@ from earl_core.control.run_controller import (
 from earl_core.control.stage_execution import observe
 from earl_core.control.worker_groups import Progress
 from earl_core.deployment.plan import DeploymentPlan
-from earl_core.deployment.stages import STAGES, WEIGHTS, waves
+from earl_core.deployment.stages import STAGES, WEIGHTS, in_wave, rounds
 from earl_core.dispatch import Manifest
 from flows.stage_graph import StageGraph, Work
 from tasks.report import finish_iteration
@@ -31,7 +31,7 @@ from tasks.stage import StageRef, reference_to
 from tasks.stage_tasks import TASKS
 
 REPEATABLE = tuple(
-    stage.name for wave in waves(STAGES.values()) for stage in wave if stage.makes != "weights"
+    stage.name for stages in rounds(STAGES.values()) for stage in stages if stage.makes != "weights"
 )
 """Stages that can be repeated by themselves."""
 
@@ -75,9 +75,13 @@ class _PlainCalls:
     def __init__(self, controller: RunController, iteration: int) -> None:
         self._controller, self._iteration = controller, iteration
 
-    async def perform(self, stage: str, verdict: Verdict, read: Sequence[Manifest]) -> StageRef:
+    async def perform(
+        self, stage: str, wave: int, verdict: Verdict, read: Sequence[Manifest]
+    ) -> StageRef:
         references = [reference_to(self._controller, manifest) for manifest in read]
-        return TASKS[stage].fn(str(self._controller.run.path), self._iteration, *references)
+        of_wave = {"wave": wave} if wave else {}
+        run = str(self._controller.run.path)
+        return TASKS[stage].fn(run, self._iteration, *references, **of_wave)
 
     async def aside(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return function(*arguments)
@@ -138,8 +142,17 @@ class Debugged:
             return
         for each in before:
             self._need(each, repeated, reuse=True)
+        if stage == "reward" and "rollout" not in repeated:
+            self._take_waves()
         _driven(self._graph.run(STAGES[stage]))
         repeated.append(stage)
+
+    def _take_waves(self) -> None:
+        """Have the waves of prompts that were played be scored again, and not played."""
+        waves = int(self._graph.manifests["rollout"].metrics.get("waves", 0))
+        for name in (in_wave("rollout", wave) for wave in range(1, waves + 1)):
+            if (sealed := self._sealed(name)) is not None:
+                self._graph.manifests[name] = sealed
 
     def _sealed(self, stage: str) -> Manifest | None:
         run = self._controller.run

@@ -25,6 +25,7 @@ from pydantic import Field
 from earl_core.config import ConfigError
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_controller import RunController, Verdict
+from earl_core.deployment.stages import in_wave
 from earl_core.dispatch import Manifest
 from flows.flow_names import iteration_name
 from flows.forms import RunPath, titled
@@ -162,9 +163,12 @@ class PrefectRunner:
         self._controller, self._iteration = controller, iteration
         self._futures: dict[str, PrefectFuture[StageRef]] = {}
 
-    async def perform(self, stage: str, verdict: Verdict, read: Sequence[Manifest]) -> StageRef:
+    async def perform(
+        self, stage: str, wave: int, verdict: Verdict, read: Sequence[Manifest]
+    ) -> StageRef:
         """Submit and wait; passing the futures on is what draws the edges of Prefect's graph."""
-        options = caching(self._controller, self._iteration, stage, verdict)
+        name = in_wave(stage, wave)
+        options = caching(self._controller, self._iteration, name, verdict)
         # For a task run with tags Prefect asks its server for the tags' limits, which takes two
         # seconds after most stages that were long.
         with TagsContext(current_tags=set()):
@@ -175,11 +179,12 @@ class PrefectRunner:
                     str(self._controller.run.path),
                     self._iteration,
                     *(self._futures[manifest.stage] for manifest in read),
+                    **({"wave": wave} if wave else {}),
                 )
             )
         # Without blocking the event loop.
         sealed = await asyncio.to_thread(future.result)
-        self._futures[stage] = future
+        self._futures[name] = future
         return sealed
 
     async def aside(self, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
+from earl_core.control.prompt_waves import divided, more
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.control.stage_execution import judge, observe
 from earl_core.deployment.plan import DeploymentPlan
@@ -21,8 +22,9 @@ from earl_core.deployment.stages import (
     STAGES,
     WEIGHTS,
     Stage,
+    in_wave,
+    rounds,
     taking_part,
-    waves,
 )
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.predict import NoFeasiblePlan
@@ -38,8 +40,11 @@ Work = Callable[[], Awaitable[Any]]
 class StageRunner(Protocol):
     """A way to run the stages of one iteration: as tasks of Prefect, or as plain calls."""
 
-    async def perform(self, stage: str, verdict: Verdict, read: Sequence[Manifest]) -> StageRef:
-        """Run the stage's task, or have it find that it is finished. read: what it is given."""
+    async def perform(
+        self, stage: str, wave: int, verdict: Verdict, read: Sequence[Manifest]
+    ) -> StageRef:
+        """Run the stage's task, or have it find that it is finished. wave: of prompts, 0: it is of
+        none. read: what it is given."""
 
     async def aside(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call what takes its time."""
@@ -49,8 +54,9 @@ class StageRunner(Protocol):
 
 
 class StageGraph:
-    """The stages of one iteration of a run, and what they sealed. beside_publish: done meanwhile,
-    for neither needs the other. overlap: what they wait for of iterations that run beside."""
+    """The stages of one iteration of a run, and what they sealed; of waves of prompts, too.
+    beside_publish: done meanwhile, for neither needs the other. overlap: what they wait for of
+    iterations that run beside."""
 
     def __init__(
         self,
@@ -63,11 +69,12 @@ class StageGraph:
         self.controller, self.iteration = controller, iteration
         self._imitates = controller.config.imitates(iteration)
         self.manifests: dict[str, Manifest] = {}
+        self._in_waves = controller.config.rollout.filters_groups
         self._runner, self._beside_publish, self._overlap = runner, beside_publish, overlap
 
     async def whole(self) -> dict[str, Manifest]:
         """Run every stage that is not finished; their sealed manifests."""
-        await self._until_done(self._waves)
+        await self._until_done(self._rounds)
         return self.manifests
 
     async def evaluation(self) -> Manifest:
@@ -75,8 +82,8 @@ class StageGraph:
         await self._until_done(partial(self.run, EVALUATION))
         return self.manifests[EVALUATION.name]
 
-    async def _waves(self) -> None:
-        for stages in waves(taking_part(self.controller.config, self._imitates)):
+    async def _rounds(self) -> None:
+        for stages in rounds(taking_part(self.controller.config, self._imitates)):
             works: list[Work] = [partial(self.run, stage) for stage in stages]
             if self._beside_publish is not None and STAGES["publish"] in stages:
                 works.append(self._beside_publish)
@@ -113,7 +120,7 @@ class StageGraph:
         await self._ready(STAGES["select"])
         inputs = select_inputs(self.controller, self.iteration)
         try:
-            await self._perform(STAGES["select"], inputs, [])
+            await self._perform("select", inputs, [])
         except NoFeasiblePlan as nothing:
             raise nothing from infeasible
         if infeasible is not None:
@@ -129,6 +136,9 @@ class StageGraph:
         again."""
         if stage.name in self.manifests:
             return
+        if self._in_waves and stage.name in ("rollout", "reward"):
+            await self._run_in_waves(stage)
+            return
         await self._ready(stage)
         sources = stage.sources(self.controller.config, self._imitates)
         read = {name: self.manifests[name] for name in sources if name != WEIGHTS}
@@ -136,7 +146,32 @@ class StageGraph:
             (read[name] if name in read else await self._weights(stage)).data_digest()
             for name in sources
         ]
-        await self._perform(stage, digests, [self.manifests["select"], *read.values()])
+        await self._perform(stage.name, digests, list(read.values()))
+
+    async def _run_in_waves(self, stage: Stage) -> None:
+        """Play and score as many waves of prompts as it takes, and put the stage's parts
+        together."""
+        sealed: list[Manifest] = []
+        while more(self.controller.config, sealed):
+            wave = len(sealed) // 2 + 1
+            for name in ("rollout", "reward"):
+                sealed.append(await self._run_wave(name, wave, sealed))
+        rollout = self.controller.config.rollout
+        read = sealed if stage.name == "rollout" else divided(sealed)[1]
+        # Which groups are trained on depends on nothing else.
+        how = [] if stage.name == "reward" else [rollout.alike_groups]
+        await self._perform(stage.name, [*_digests(read), *how], read)
+
+    async def _run_wave(self, stage: str, wave: int, earlier: Sequence[Manifest]) -> Manifest:
+        name = in_wave(stage, wave)
+        if name not in self.manifests:
+            weights = []
+            if stage == "rollout":
+                if wave == 1:
+                    await self._ready(STAGES[stage])
+                weights.append((await self._weights(STAGES[stage])).data_digest())
+            await self._perform(stage, [*weights, *_digests(earlier)], earlier, wave)
+        return self.manifests[name]
 
     async def _ready(self, stage: Stage) -> None:
         if self._overlap is not None:
@@ -147,12 +182,16 @@ class StageGraph:
         return await self._runner.aside(input_weights, *given)
 
     async def _perform(
-        self, stage: Stage, digests: Sequence[str], read: Sequence[Manifest]
+        self, stage: str, digests: Sequence[str], read: Sequence[Manifest], wave: int = 0
     ) -> None:
-        verdict = await self._runner.aside(
-            judge, self.controller, self.iteration, stage.name, digests
-        )
-        sealed = await self._runner.perform(stage.name, verdict, read)
-        self.manifests[stage.name] = resolve(self.controller, sealed)
-        if self._overlap is not None:
-            await self._overlap.passed(self.iteration, stage)
+        name = in_wave(stage, wave)
+        verdict = await self._runner.aside(judge, self.controller, self.iteration, name, digests)
+        plan = [] if stage == "select" else [self.manifests["select"]]
+        sealed = await self._runner.perform(stage, wave, verdict, [*plan, *read])
+        self.manifests[name] = resolve(self.controller, sealed)
+        if self._overlap is not None and not wave:
+            await self._overlap.passed(self.iteration, STAGES.get(stage, EVALUATION))
+
+
+def _digests(manifests: Sequence[Manifest]) -> list[str]:
+    return [manifest.data_digest() for manifest in manifests]

@@ -28,20 +28,25 @@ def advantage(given: StageInputs) -> dict[str, Any]:
         )
 
     statistics = merge_statistics(in_every_rank("advantage_statistics"))
+    played = given.manifests["rollout"].metrics
+    alike = played.get("groups_alike", 0.0)
     if not statistics["episodes"]:
-        without_step(controller, given.iteration)
+        without_step(controller, given.iteration, alike=alike > 0)
     result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
     failed = sum(
         given.manifests[stage].metrics.get("episodes_failed", 0.0)
         for stage in ("rollout", "reward")
     )
-    prompts = controller.config.rollout.prompts_per_iteration
-    metrics = with_failures(result["metrics"], failed, prompts, statistics["groups"])
+    prompts, groups = controller.config.rollout.prompts_per_iteration, statistics["groups"]
+    if "waves" in played:
+        # Groups that two episodes have rewards of were judged, whether they are trained on or not.
+        prompts, groups = played["prompts"], played["groups_different"] + alike
+    metrics = with_failures(result["metrics"], failed, prompts, groups)
     return {**result, "metrics": metrics}
 
 
 def with_failures(
-    metrics: dict[str, float], failed: float, prompts: int, groups: int | None
+    metrics: dict[str, float], failed: float, prompts: float, groups: float | None
 ) -> dict[str, float]:
     """The advantage stage's metrics, with the failed episodes, which no rank sees.
 
@@ -51,5 +56,5 @@ def with_failures(
     """
     counted = {**metrics, "episodes_failed": failed}
     if groups is not None:
-        counted["groups_dropped"] = metrics["groups_dropped"] + prompts - groups
+        counted["groups_dropped"] = metrics.get("groups_dropped", 0.0) + prompts - groups
     return counted

@@ -41,11 +41,14 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
     metrics = _stage_metrics(manifests)
     moved = [len(json.dumps(m.model_dump(mode="json"))) for m in manifests.values()]
     metrics["dispatch/manifest_bytes"] = float(sum(moved))
-    metrics["dispatch/tensor_bytes"] = float(sum(m.tensor_bytes for m in manifests.values()))
+    # Shards of waves are named by the whole stage's manifest, too.
+    stages = [manifest for name, manifest in manifests.items() if name in STAGES]
+    metrics["dispatch/tensor_bytes"] = float(sum(each.tensor_bytes for each in stages))
     metrics["dispatch/shared_memory_bytes"] = float(controller.run.stores.used_bytes())
     iteration = manifests["select"].iteration
     metrics["recovery/stages_repeated"] = float(controller.losses[iteration])
-    metrics["recovery/without_step"] = float(iteration in controller.stepless)
+    compared = manifests.get("advantage")
+    metrics["recovery/without_step"] = float(compared is not None and not compared.shards)
     metrics["recovery/groups_rebuilt"] = float(controller.groups.rebuilt[iteration])
     if controller.run.spill is not None:
         # How much a crash of the machine would cost right now.

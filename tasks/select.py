@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -166,15 +166,27 @@ def _statistics(
     def series(name: str) -> tuple[float, ...]:
         return tuple(float(line[name]) for line in recent if name in line)
 
+    asked = float(controller.config.rollout.prompts_per_iteration)
     return Statistics(
         context_mean=series("rollout/context/mean"),
         context_max=series("rollout/context/max"),
         turns_mean=series("rollout/turns/mean"),
         generated_share=series("rollout/generated_share"),
         tool_wait_seconds=series("rollout/load/tool_wait_seconds"),
+        left_out_share=tuple(
+            _left_out(line, asked) for line in recent if line.get("update/optimizer_steps")
+        ),
+        played_share=tuple(played / asked for played in series("rollout/prompts")),
         switch_seconds=seconds_of(observed, "switched"),
         reshard_seconds=seconds_of(observed, "resharded"),
     )
+
+
+def _left_out(line: Mapping[str, Any], asked: float) -> float:
+    """Return the part of an iteration's load that its update has not computed: groups that are not
+    trained on, and samples without advantage of the others. asked: groups."""
+    trained = min(1.0, line.get("rollout/groups_trained", asked) / asked)
+    return 1.0 - trained * (1.0 - line.get("update/skipped_tokens_share", 0.0))
 
 
 def _reserved(controller: RunController, observed: Sequence[Observation]) -> dict[str, float]:

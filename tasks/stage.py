@@ -12,6 +12,7 @@ from prefect.cache_policies import CacheKeyFnPolicy
 from earl_core.control.run_controller import RunController, Verdict, controller_of
 from earl_core.control.stage_execution import surviving
 from earl_core.deployment.plan import DeploymentPlan
+from earl_core.deployment.stages import in_wave
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.system import fault_points
@@ -26,13 +27,18 @@ Body = Callable[[], dict[str, Any]]
 
 
 class StageInputs(NamedTuple):
-    """Inputs of a stage: the iteration's plan, and the sealed manifests it reads, by their
-    stages."""
+    """Inputs of a stage: the iteration's plan, and the sealed manifests it reads, by the names that
+    they are sealed under.
+
+    name: that of the stage's own seal. wave: of prompts, from 1; 0: the stage is not of a wave.
+    """
 
     controller: RunController
     iteration: int
     plan: DeploymentPlan
     manifests: dict[str, Manifest]
+    name: str
+    wave: int
 
     @property
     def references(self) -> list[StageRef]:
@@ -45,12 +51,15 @@ def stage_task(work: Callable[[StageInputs], dict[str, Any]]) -> Task[..., Stage
     """The Prefect task of the stage that has the function's name; `work` is the stage's `Body`."""
     name = work.__name__
 
-    def perform(run: str, iteration: int, plan: StageRef, *inputs: StageRef | None) -> StageRef:
+    def perform(
+        run: str, iteration: int, plan: StageRef, *inputs: StageRef | None, wave: int = 0
+    ) -> StageRef:
         controller = controller_of(run)
         sealed = [resolve(controller, reference) for reference in inputs if reference]
         manifests = {manifest.stage: manifest for manifest in sealed}
-        given = StageInputs(controller, iteration, plan_of(controller, plan), manifests)
-        return run_stage(controller, iteration, name, lambda: work(given))
+        plan_sealed, stage = plan_of(controller, plan), in_wave(name, wave)
+        given = StageInputs(controller, iteration, plan_sealed, manifests, stage, wave)
+        return run_stage(controller, iteration, stage, lambda: work(given))
 
     perform.__qualname__ = name  # Prefect makes the task's key of it
     return task(name=name, description=work.__doc__)(perform)
@@ -90,7 +99,8 @@ def run_stage(controller: RunController, iteration: int, stage: str, body: Body)
         result = body()
     shards = tuple(ShardEntry.model_validate(entry) for entry in result.get("shards", ()))
     _release_orphans(controller, iteration, stage, {entry.file for entry in shards})
-    metrics = {**result.get("metrics", {}), "stage_seconds": time.perf_counter() - started}
+    # What puts waves together knows the seconds of all.
+    metrics = {"stage_seconds": time.perf_counter() - started, **result.get("metrics", {})}
     manifest = Manifest(
         run=controller.run.uid,
         iteration=iteration,

@@ -7,7 +7,7 @@ from typing import Any
 
 from earl_core.control.learner import call_learner, ensure_learner
 from earl_core.control.run_controller import RunController
-from earl_core.control.stage_execution import StageWatch, load_of
+from earl_core.control.stage_execution import StageWatch, training_load
 from earl_core.deployment.stages import rows_of
 from earl_core.run.policy_versions import MADE
 from tasks.publish import input_weights
@@ -22,7 +22,7 @@ def update(given: StageInputs) -> dict[str, Any]:
     controller, iteration, deployment = given.controller, given.iteration, given.plan["update"]
     run, learner = controller.run, controller.learners[deployment.stage]
     checkpoint = learner.checkpoint(iteration) if due(controller, iteration) else None
-    load = load_of(rows_of(given.manifests).metrics)
+    load = training_load(rows_of(given.manifests))
     watch = StageWatch(controller, deployment, iteration)
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, run.versions.before(iteration))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.rollout import RolloutConfig
 
 
 def check_algorithm(algorithm: AlgorithmConfig, group_size: int, charged: bool) -> bool:
@@ -40,3 +43,26 @@ def check_algorithm(algorithm: AlgorithmConfig, group_size: int, charged: bool) 
             "own kl, too), or neither"
         )
     return corrected or loss is None or loss.from_rollout
+
+
+def check_groups(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, unrewarded: Sequence[str]
+) -> None:
+    """Raise `ValueError` where groups that score alike cannot leave the batch. unrewarded:
+    environments whose episodes get no reward."""
+    if not rollout.filters_groups:
+        return
+    estimator = ADVANTAGE_ESTIMATORS.checked(algorithm.advantage)
+    if estimator is not None and not estimator.needs_groups:
+        raise ValueError(
+            f"rollout.alike_groups is `{rollout.alike_groups}`, but algorithm.advantage "
+            f"{algorithm.advantage['name']!r} does not compare the episodes of a group, so groups "
+            "that score alike teach it as much as others: leave alike_groups out, or choose an "
+            "estimator of groups, such as `grpo`"
+        )
+    if unrewarded:
+        raise ValueError(
+            f"rollout.alike_groups is `{rollout.alike_groups}`, but no episode of the environment "
+            f"{unrewarded[0]!r} gets a reward, so all of its groups would leave, and its `kl` with "
+            "them: leave alike_groups out"
+        )

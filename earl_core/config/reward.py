@@ -112,6 +112,15 @@ class RewardConfig(Settings):
                     f"has {listed}: correct it, or add the function"
                 )
 
+    def unrewarded(self, weights: Mapping[str, float]) -> list[str]:
+        """Return the environments whose episodes get no reward. weights: of their own rewards, by
+        label."""
+        return [
+            label
+            for label, weight in weights.items()
+            if not weight and not any(each.weight and each.scores(label) for each in self.functions)
+        ]
+
     def check_environments(self, learnt_from: Mapping[str, bool]) -> None:
         """Raise `ValueError` for functions of environments that a run has not, and where nothing
         would be learnt.

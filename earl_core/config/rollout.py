@@ -84,6 +84,19 @@ class RolloutConfig(Settings):
     group_size: int = Field(
         ge=1, description="Episodes for each prompt, which an estimator such as GRPO compares."
     )
+    alike_groups: Literal["keep", "drop", "replace"] = Field(
+        default="keep",
+        description="Groups whose episodes all have the same reward, of which an estimator that "
+        "compares the episodes of a group learns nothing. keep: they are trained on like others. "
+        "drop: they leave the batch. replace: they leave it, and further prompts are played until "
+        "prompts_per_iteration groups differ.",
+    )
+    max_waves: int = Field(
+        default=3,
+        ge=1,
+        description="With alike_groups replace: the most waves of prompts that an iteration "
+        "plays, the first included; it then goes on with the groups that differ.",
+    )
     max_turns: int = Field(
         ge=1, description="Number of answers (turns) after which an episode ends."
     )
@@ -186,6 +199,25 @@ class RolloutConfig(Settings):
                 f"({episode}): lower the first or raise the second"
             )
         return self
+
+    @model_validator(mode="after")
+    def _groups(self) -> RolloutConfig:
+        if self.filters_groups and self.group_size < 2:
+            raise ValueError(
+                f"rollout.alike_groups is `{self.alike_groups}`, but in groups of one episode all "
+                "score alike: raise rollout.group_size, or leave alike_groups out"
+            )
+        return self
+
+    @property
+    def filters_groups(self) -> bool:
+        """True when groups whose episodes score alike leave the batch."""
+        return self.alike_groups != "keep"
+
+    @property
+    def most_waves(self) -> int:
+        """The most waves of prompts that an iteration plays."""
+        return self.max_waves if self.alike_groups == "replace" else 1
 
     @property
     def value_bytes(self) -> int:

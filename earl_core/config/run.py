@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
-from earl_core.config.combinations import check_algorithm
+from earl_core.config.combinations import check_algorithm, check_groups
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -232,6 +232,8 @@ class RunConfig(Settings):
             )
         charged = any(self.penalty(label).coefficient for label in self.played)
         corrected = check_algorithm(self.algorithm, rollout.group_size, charged)
+        weights = {label: self.own_weight(label) for label in self.played}
+        check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         self.schedule.check(self.iterations, corrected)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)

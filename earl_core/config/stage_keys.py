@@ -15,7 +15,7 @@ from typing import Any
 
 from earl_core.config.algorithm import INITIAL
 from earl_core.config.run import RunConfig
-from earl_core.deployment.stages import STAGE_SETTINGS
+from earl_core.deployment.stages import STAGE_SETTINGS, stage_of
 from earl_core.system.files import canonical_json
 
 _SUPERVISION = (
@@ -33,6 +33,8 @@ _SUPERVISION = (
 _LATER = {
     "model.adapter": None,
     "update.zero_advantage": None,
+    "rollout.alike_groups": "keep",
+    "rollout.max_waves": 3,
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,
     "rollout.chat_template_kwargs": {},
@@ -60,7 +62,7 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
     # Keys of runs that do not imitate are as they were before there was such a thing.
     absent = ("imitation",) if config.imitation is None else ()
-    names = [name for name in STAGE_SETTINGS[stage] if not name.startswith(absent)]
+    names = [name for name in STAGE_SETTINGS[stage_of(stage)] if not name.startswith(absent)]
     whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
     suites = whole.get("evaluation", {}).get("suites", ())
     for played in (whole.get("environment"), *whole.get("environments", ()), *suites):

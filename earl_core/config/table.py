@@ -32,6 +32,7 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
             str(episodes),
             f"{rollout.prompts_per_iteration} prompts x group of {rollout.group_size}",
         ),
+        *_group_rows(config),
         ("answers per iteration, at most", str(episodes * rollout.max_turns), "x max_turns"),
         (
             "tokens per answer, at most",
@@ -55,6 +56,15 @@ def resolved_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ("checkpoint every", plural(config.checkpoint.every, "iteration"), "checkpoint.every"),
         ("shared memory", str(room_in(config.dispatch.directory)), "dispatch.directory"),
     ]
+
+
+def _group_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+    """What becomes of groups that score alike, where they leave the batch."""
+    rollout = config.rollout
+    if not rollout.filters_groups:
+        return []
+    does = f"{rollout.alike_groups}, {plural(rollout.most_waves, 'wave')} of prompts at most"
+    return [("groups that score alike", does, "rollout.alike_groups, rollout.max_waves")]
 
 
 def _precision(name: str) -> str:

@@ -22,16 +22,15 @@ from earl_core.cluster.group import Group
 from earl_core.config import RunConfig
 from earl_core.config.environment import SuiteConfig
 from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
+from earl_core.control.prompt_waves import Wave
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
-from earl_core.experience.group_returns import GroupReturns
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.mixture import Cursor, Place, draw, learn
+from earl_core.rollout.mixture import draw
 from earl_core.rollout.pass_rates import suite_results
 from earl_core.rollout.rollout_stats import RolloutStats, merge
-from earl_core.run import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -75,35 +74,40 @@ class Job:
 
 
 def play_rollout(
-    controller: RunController, deployment: StageDeployment, iteration: int, weights: Manifest
+    controller: RunController,
+    deployment: StageDeployment,
+    iteration: int,
+    weights: Manifest,
+    stage: str,
+    wave: Wave,
 ) -> dict[str, Any]:
-    """Play the iteration's episodes; `shards` in the order of their rows, `metrics` and
-    `statistics`."""
+    """Play an iteration's episodes, or a wave of them, under the name `stage`; `shards` in the
+    order of their rows, `outputs`, `metrics`, `statistics` and the `tally`."""
     config = controller.config
-    prompts = config.rollout.prompts_per_iteration
-    before = _cursor(controller.run, iteration)
-    draws, cursor = draw(config.mixture, before, config.curriculum, prompts)
+    draws, cursor = draw(config.mixture, wave.cursor, config.curriculum, wave.prompts)
 
     def arguments(share: Share) -> dict[str, Any]:
         return {
             "draws": draws[share.items.start : share.items.stop] if draws else None,
-            "first_prompt": config.played_before(iteration) * prompts + share.items.start,
+            "first_prompt": wave.first + share.items.start,
             "prompts": len(share.items),
             "share": share.number,
-            "of_prompts": prompts,
+            "of_prompts": wave.before + wave.prompts,
+            "shards_of": stage,
         }
 
-    job = Job("rollout", iteration, "rollout", prompts, arguments, weights.outputs["weights"])
+    job = Job(stage, iteration, "rollout", wave.prompts, arguments, weights.outputs["weights"])
     done, engines = run(controller, deployment, job)
     tally = merged(done)
-    rollout_stats.check_failures(tally, config.rollout.max_failed_share)
-    shards = [entry for played in done for entry in played.result["shards"]]
+    # A small wave may have a large share of failures: the iteration's is what counts.
+    together = merge([[*wave.earlier, tally]])
+    rollout_stats.check_failures(together, config.rollout.max_failed_share)
     return {
-        "shards": shards,
-        "cursor": {label: place.model_dump() for label, place in cursor.items()},
+        "shards": [entry for played in done for entry in played.result["shards"]],
+        "outputs": wave.outputs(cursor),
         "metrics": {**rollout_stats.rollout_metrics(tally), **engines.metrics()},
         "statistics": rollout_stats.selector_statistics(tally),
-        "failures": tally.failures,
+        "tally": tally,
     }
 
 
@@ -137,21 +141,6 @@ def play_evaluation(
     )
     metrics = {**results["metrics"], **engines.metrics(), **suites["metrics"]}
     return {**results, **suites, "metrics": metrics}
-
-
-def _cursor(run: RunDirectory, iteration: int) -> Cursor:
-    """Return the places that the environments of a mixture have reached before an iteration. They
-    follow the returns of those iterations that have ended when its rollout may begin."""
-    if run.config.played_before(iteration) == 0 or not run.config.environments:
-        return {}
-    ended = iteration - 1 - run.config.schedule.staleness
-    outputs = run.manifest(iteration - 1, "rollout").outputs
-    cursor = {label: Place.model_validate(place) for label, place in outputs["cursor"].items()}
-    if run.config.curriculum is None or ended < 0 or run.config.imitates(ended):
-        return cursor
-    returns = run.manifest(ended, "reward").outputs.get("returns", {})
-    rewarded = {label: GroupReturns.model_validate(each) for label, each in returns.items()}
-    return learn(cursor, rewarded, run.config.curriculum)
 
 
 def suite_is_due(config: RunConfig, suite: SuiteConfig, version: int) -> bool:
@@ -261,7 +250,7 @@ class Engines:
             watch.lost_engine(error)
 
     def _name(self, share: Share) -> str:
-        what = "prompts" if self.job.stage == "rollout" else "held-out episodes"
+        what = "held-out episodes" if self.job.stage == "evaluation" else "prompts"
         return f"{what} {share.items.start} to {share.items.stop - 1}"
 
     def metrics(self) -> dict[str, float]:
@@ -381,7 +370,7 @@ class Engines:
         now = list(self._progress.values())
         counts = [*self._finished, *((p["episodes_done"], p["return"]) for p in now)]
         done = sum(count for count, _ in counts)
-        size = self.controller.config.rollout.group_size if self.job.stage == "rollout" else 1
+        size = 1 if self.job.stage == "evaluation" else self.controller.config.rollout.group_size
         return {
             "episodes_done": done,
             "episodes": self.job.items * size,

@@ -34,7 +34,8 @@ def need_of(config: RunConfig) -> Need:
     positions = read_model_shape(model).max_positions
     columns = int(config.needs_reference) + int(config.needs_old_logprobs)
     tokens = min(rollout.max_model_len or positions, positions)
-    samples = samples_bytes(rollout.episodes_per_iteration, tokens, columns)
+    episodes = rollout.episodes_per_iteration * rollout.most_waves
+    samples = samples_bytes(episodes, tokens, columns)
     # Stale rollouts play older versions, and their shards wait for their updates.
     ahead = config.schedule.staleness
     kept = samples * (config.checkpoint.every + ahead)

@@ -25,10 +25,12 @@ from earl_core.control.failure_diagnosis import (
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
-from earl_core.deployment.stages import STAGES, rows_of
+from earl_core.deployment.stages import STAGES, rows_of, stage_of
 from earl_core.dispatch import Manifest
+from earl_core.experience.alike_groups import TRAINED_EPISODES
 from earl_core.run import stage_key
 from earl_core.selector.choice.changes import infeasible_text
+from earl_core.selector.choice.expected_load import computed_load
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.memory_model import gib
@@ -61,6 +63,14 @@ def load_of(rollout: Mapping[str, float]) -> Load:
     )
 
 
+def training_load(rollout: Manifest) -> Load:
+    """Compute the load of the stages that read the iteration's rollout: of the episodes that are
+    trained on."""
+    trained = rollout.outputs.get(TRAINED_EPISODES)
+    load = load_of(rollout.metrics)
+    return load if trained is None else load._replace(episodes=max(1, len(trained)))
+
+
 def reserved_bytes(controller: RunController, stage: str) -> float:
     """Bytes of the host that others than the stage's own processes hold right now."""
     if controller.hardware.gpus:
@@ -76,11 +86,13 @@ def observe(controller: RunController, manifests: Mapping[str, Manifest]) -> Non
     predictor = _predictor(controller, iteration)
     if predictor is None:
         return
-    load = load_of(rows.metrics)
+    training = training_load(rows)
     known = [seen for seen in controller.observed.through(iteration) if seen.kind == "measured"]
     for manifest in manifests.values():
         if "deployment" not in manifest.outputs:
             continue
+        played = stage_of(manifest.stage) == "rollout"
+        load = load_of(manifest.metrics) if played else training
         seen = _measured(controller, predictor, load, manifest)
         if seen not in known:
             controller.observed.add(seen)
@@ -95,7 +107,7 @@ def _measured(
         # What the update left out took neither time nor memory.
         load = load._replace(episodes=max(1, round((1.0 - skipped) * load.episodes)))
     seconds, requests = metrics["seconds"], float(load.episodes)
-    if manifest.stage == "rollout":
+    if deployment.stage == "rollout":
         rate = decode_rate(predictor.roofline, candidate, load, seconds)
         requests = load.offered(candidate)
     else:
@@ -106,7 +118,7 @@ def _measured(
         peak = metrics["peak_bytes"] / candidate.ranks
     return Observation(
         iteration=manifest.iteration,
-        stage=manifest.stage,
+        stage=deployment.stage,
         kind="measured",
         deployment=deployment,
         context=load.context,
@@ -225,8 +237,10 @@ class StageWatch:
         numbers: dict[str, Any] = {"longest": infeasible.tokens}
         predictor = _predictor(self._controller, self._iteration)
         if predictor is not None and infeasible.kind != "context_overflow":
-            load = load or predictor.now
             candidate = predictor.candidate_of(self._deployment)
+            load = computed_load(
+                predictor.given.statistics, self._stage, load or predictor.now, min
+            )
             gpus = self._controller.hardware.gpus
             peak = 0.0 if gpus else self._controller.groups.peak_bytes(self._stage)
             if self._stage != "rollout":
@@ -286,12 +300,18 @@ MOST_STEPLESS = 3
 """Iterations one after another without a step; what keeps more from learning is no chance."""
 
 
-def without_step(controller: RunController, iteration: int) -> None:
+def without_step(controller: RunController, iteration: int, alike: bool) -> None:
     """Count an iteration that has nothing to train on: it ends without a step.
 
-    Raises `EarlError` where so many before it had none either that something is wrong. A process
+    alike: groups have left the batch because they score alike; as often as chance wants. Otherwise
+    raises `EarlError` where so many before it had no step either that something is wrong. A process
     that goes on with the run begins a new count.
     """
+    if alike:
+        text = "no group has rewards that differ: the iteration ends without a step"
+        logger.warning("iteration %d: %s", iteration, text)
+        controller.run.note(iteration, "advantage", text)
+        return
     controller.stepless.add(iteration)
     row = 1
     while iteration - row in controller.stepless:

@@ -301,19 +301,35 @@ def taking_part(given: Any, imitates: bool = False) -> list[Stage]:
     return [stage for stage in STAGES.values() if stage.takes_part(given, imitates)]
 
 
-def waves(stages: Iterable[Stage]) -> list[list[Stage]]:
+_WAVE = "_wave"
+
+
+def in_wave(stage: str, wave: int) -> str:
+    """Return the name under which a wave's part of a stage is sealed; wave 0: the whole stage's.
+
+    Waves count from 1. They are there where `rollout.alike_groups` is not `keep`.
+    """
+    return f"{stage}{_WAVE}{wave}" if wave else stage
+
+
+def stage_of(name: str) -> str:
+    """Return the stage of a name that `in_wave` gives."""
+    return name.partition(_WAVE)[0]
+
+
+def rounds(stages: Iterable[Stage]) -> list[list[Stage]]:
     """Sort the stages that follow `select` into rounds: the stages of a round read nothing of each
     other, so that they may run side by side; those that always take part come first.
 
     stages: of an iteration, each after those that it reads.
     """
-    rounds: list[list[Stage]] = []
+    found: list[list[Stage]] = []
     after = {WEIGHTS: 0}
     for stage in stages:
         if stage.makes == "plan":
             continue
         place = max((after[name] for name in stage.reads if name in after), default=0)
         after[stage.name] = place + 1
-        rounds += [[]] if place == len(rounds) else []
-        rounds[place].append(stage)
-    return [sorted(each, key=lambda stage: bool(stage.optional)) for each in rounds]
+        found += [[]] if place == len(found) else []
+        found[place].append(stage)
+    return [sorted(each, key=lambda stage: bool(stage.optional)) for each in found]

@@ -16,11 +16,12 @@ import pyarrow as pa
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.moments import RankStatistics
 from earl_core.dispatch import Batch
-from earl_core.dispatch.reads.plan import Layout, make_plan
+from earl_core.dispatch.reads.plan import Layout, plan_rows
 from earl_core.dispatch.reads.sources import join, sample_ids
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
-from earl_core.experience.group_returns import group_returns
+from earl_core.experience.alike_groups import JudgedGroups, left_out_rows
+from earl_core.experience.group_returns import group_returns, group_rewards
 from earl_core.experience.reward import ScoreTally, reward_rows
 from earl_core.experience.scoring import Scorer, scored_episodes
 from earl_core.run.worker import RunWorker
@@ -39,30 +40,38 @@ class ExperienceWorker(RunWorker):
             self._config, self._context.log_path, self._run_directory, self._context.here
         )
 
-    async def reward(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    async def reward(
+        self, manifests: list[dict[str, Any]], shards_of: str = "reward", before: int = 0
+    ) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
-        for a curriculum `returns`, a dumped `GroupReturns` of each environment.
+        for a curriculum `returns`, a dumped `GroupReturns` of each environment; `groups`, dumped
+        `JudgedGroups`, where groups that score alike leave the batch.
 
-        Raises as `Scorer.score` does.
+        shards_of: the name that the shards begin with. before: episodes that the iteration has
+        scored already, among which failures count. Raises as `Scorer.score` does.
         """
         started, settings = time.perf_counter(), self._config.reward
         given, tally = None, ScoreTally()
         with self._open(manifests) as batch:
             if not len(batch):
-                return {**self._result([], {}, 0, started), "scores": {}}
+                return {**self._result([], {}, 0, started), "scores": {}, "groups": {}}
             if settings.functions:
                 rollout = sample_ids(self._manifests(manifests)[0])
-                everyone = len(np.unique(rollout >> SAMPLE_BITS))
+                everyone = before + len(np.unique(rollout >> SAMPLE_BITS))
                 scoring = self._scorer.score(scored_episodes(batch), everyone)
                 scores = await self._unless_cancelled(scoring)
                 given, tally = scores.given, scores.tally()
             own = self._config.own_weight if self._config.mixture else None
             rows, metrics, episodes = reward_rows(batch, settings, given, own)
             learnt = group_returns(batch, rows) if self._config.curriculum else {}
-        entries = [self._publish("reward", REWARD_SCHEMA, rows)] if episodes else []
+            groups: dict[str, Any] = {}
+            if self._config.rollout.filters_groups:
+                groups = JudgedGroups.of(group_rewards(batch, rows)).model_dump()
+        entries = [self._publish(shards_of, REWARD_SCHEMA, rows)] if episodes else []
         result = self._result(entries, metrics, episodes, started)
         returns = {label: each.model_dump(mode="json") for label, each in learnt.items()}
-        return {**result, "scores": tally.model_dump(mode="json"), "returns": returns}
+        dumped = tally.model_dump(mode="json")
+        return {**result, "scores": dumped, "returns": returns, "groups": groups}
 
     async def close(self) -> None:
         """End the processes of the reward functions."""
@@ -114,19 +123,21 @@ class ExperienceWorker(RunWorker):
 
         An episode is whole on one rank, and so is a group where an estimator or the curriculum
         compares its episodes, because then its moments need not leave the rank. The rollout alone
-        decides, so that an advantage is computed where its reward was. No rows where there are
-        fewer units than ranks.
+        decides, so that an advantage is computed where its reward was; without the rows that it
+        says are not trained on. No rows where there are fewer units than ranks.
         """
         parsed = self._manifests(manifests)
         rank, ranks = self._context.rank, self._context.world_size
-        units = sample_ids(parsed[0]) >> SAMPLE_BITS
+        rows = np.setdiff1d(sample_ids(parsed[0]), left_out_rows(parsed[0]))
+        units = rows >> SAMPLE_BITS
         estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)
         if ranks > 1 and (estimator.needs_groups or self._config.curriculum):
-            everyone = Layout(ranks_per_replica=ranks, hosts=self._hosts, columns=("group_id",))
-            with self._shards.open(make_plan(parsed[:1], everyone), rank) as batch:
+            everyone = Layout(ranks_per_replica=ranks, hosts=self._hosts)
+            groups = join(parsed[:1], ("group_id",), rows)
+            with self._shards.open(plan_rows(groups, everyone), rank) as batch:
                 units = batch.scalars("group_id")
         layout = Layout(data_parallel=ranks, hosts=self._hosts, keep_groups=True)
-        plan = make_plan(parsed[:1], layout, groups=units)
+        plan = plan_rows(join(parsed[:1], rows=rows), layout, groups=units)
         for rewards in (manifest for manifest in parsed if manifest.stage == "reward"):
             # Others could not be scored.
             kept = np.isin(plan.sources.rows, sample_ids(rewards))

@@ -49,11 +49,24 @@ class GroupReturns(BaseModel):
 def group_returns(batch: Batch, rewarded: Rows) -> dict[str, GroupReturns]:
     """Compute the returns of groups by the labels of the environments. rewarded: as of
     `reward_rows`; groups are whole."""
+    found: dict[str, list[list[float]]] = {}
+    for label, rewards in _by_group(batch, rewarded).values():
+        found.setdefault(label, []).append(rewards)
+    return {label: GroupReturns.of(found[label]) for label in found}
+
+
+def group_rewards(batch: Batch, rewarded: Rows) -> dict[int, list[float]]:
+    """Return the rewards of the episodes of each group; arguments as of `group_returns`."""
+    return {group: rewards for group, (_, rewards) in _by_group(batch, rewarded).items()}
+
+
+def _by_group(batch: Batch, rewarded: Rows) -> dict[int, tuple[str, list[float]]]:
+    """Return each group's environment and the rewards of its episodes, by ascending episode_id."""
     rows = np.searchsorted(batch.rows, np.asarray(rewarded.numbers["sample_id"]))
     _, first = np.unique(batch.scalars("episode_id")[rows], return_index=True)
     rewards = np.asarray(rewarded.numbers["reward"])[first].tolist()
     groups, labels = batch.scalars("group_id")[rows[first]].tolist(), batch.strings("environment")
-    found: dict[str, dict[int, list[float]]] = {}
+    found: dict[int, tuple[str, list[float]]] = {}
     for row, group, reward in zip(rows[first].tolist(), groups, rewards, strict=True):
-        found.setdefault(labels[row], {}).setdefault(group, []).append(reward)
-    return {label: GroupReturns.of(list(found[label].values())) for label in found}
+        found.setdefault(group, (labels[row], []))[1].append(reward)
+    return found

@@ -8,7 +8,7 @@ reads the rows that both the rollout and the reward have, does not see it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,12 @@ class ScoreTally(BaseModel):
         told = [f"episode {number}: {why[-_FAILURE_CHARACTERS:]}" for number, why in named]
         return cls(moments=moments, failed=len(failures), failures=told)
 
+    def after(self, others: Iterable[ScoreTally]) -> ScoreTally:
+        """Return the failures of these and of others, which came first, without moments."""
+        every = [*others, self]
+        named = [told for each in every for told in each.failures]
+        return ScoreTally(failed=sum(each.failed for each in every), failures=named)
+
     def check(self, episodes: int, config: RunConfig) -> None:
         """Raise `EarlError` when too many of these episodes have no reward, or all."""
         share = config.reward.max_failed_share
@@ -135,8 +141,16 @@ class ScoreTally(BaseModel):
             )
 
 
-def merge_rewards(results: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, Any]:
-    """Merge the results of the ranks. Raises `EarlError` when too many episodes have no reward."""
+def merge_rewards(
+    results: Sequence[Mapping[str, Any]],
+    config: RunConfig,
+    before: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Merge the results of the ranks.
+
+    before: results for the iteration's earlier waves. Raises `EarlError` when, with these, too many
+    episodes have no reward.
+    """
     merged = merge_results(results, REWARD_RULES)
     if config.curriculum:
         merged["outputs"] = {"returns": _merged_returns(results)}
@@ -149,7 +163,9 @@ def merge_rewards(results: Sequence[Mapping[str, Any]], config: RunConfig) -> di
         whole.failures += part.failures
         for name, moments in part.moments.items():
             whole.moments[name] = whole.moments.get(name, Moments()).merge(moments)
-    whole.check(sum(result["weight"] for result in results) + whole.failed, config)
+    everything = whole.after(ScoreTally.model_validate(each["scores"]) for each in before)
+    rewarded = sum(result["weight"] for result in (*before, *results))
+    everything.check(rewarded + everything.failed, config)
     metrics = merged["metrics"] | {"episodes_failed": float(whole.failed)}
     for name, moments in whole.moments.items():
         if "/" in name:

@@ -18,6 +18,7 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, ShardEntry
+from earl_core.experience.alike_groups import left_out_rows
 from earl_core.learner.data.samples import (
     LABEL,
     SCORED,
@@ -90,8 +91,8 @@ class ModelWorker(RunWorker):
     def score_reference(
         self, manifests: list[dict[str, Any]], link_bytes: float = 0.0
     ) -> dict[str, Any]:
-        """Write `reference_logprobs` for this replica's rows of the rollout's manifest. An adapter
-        takes no part: a learner's reference is the base.
+        """Write `reference_logprobs` for this replica's rows of the rollout's manifest that are
+        trained on. An adapter takes no part: a learner's reference is the base.
 
         manifests: a reference to it. link_bytes: see `Layout`.
         """
@@ -99,10 +100,11 @@ class ModelWorker(RunWorker):
         reset_peak()
         shards, tokens = [], 0
         columns = SCORED if self._config.one_penalty else (*SCORED, LABEL)
+        out = self._ranks.do(lambda: left_out_rows(self._manifests(manifests)[0]))
         with (
             guarded("reference"),
             base_alone(self._learner.model),
-            self._open(manifests, columns, None, link_bytes) as batch,
+            self._open(manifests, columns, None, link_bytes, without=out) as batch,
         ):
             score = partial(self._reference_logprobs, batch)
             if self._mesh.leader and len(batch):

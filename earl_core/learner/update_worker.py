@@ -25,6 +25,7 @@ import xxhash
 
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
+from earl_core.experience.alike_groups import PROMPTS
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.samples import LABEL, TRAINED, by_minibatch, training_samples
 from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
@@ -109,7 +110,8 @@ class LearnerWorker(ModelWorker):
             steps = self._apply(manifests, iteration, link_bytes)
         assert self._applied is not None
         if checkpoint is not None:
-            self._save(Path(checkpoint), iteration, record)
+            prompts = self._ranks.do(lambda: self._prompts(manifests, iteration))
+            self._save(Path(checkpoint), iteration, {**record, "prompts_trained": prompts})
         return {**self._applied, "steps_applied": steps}
 
     @guarded("publish")
@@ -292,11 +294,14 @@ class LearnerWorker(ModelWorker):
 
     def _save(self, path: Path, iteration: int, record: dict[str, Any]) -> None:
         self._point("update.save", iteration)
-        config = self._config
-        prompts = config.played_before(iteration + 1) * config.rollout.prompts_per_iteration
-        state = {**record, "policy_version": self._version, "prompts_trained": prompts}
-        self._learner.save(path, state)
+        self._learner.save(path, {**record, "policy_version": self._version})
         self._restored = path
+
+    def _prompts(self, manifests: list[dict[str, Any]], iteration: int) -> int:
+        """Count the prompts that the run has played up to the iteration's last one."""
+        config = self._config
+        usual = 0, config.played_before(iteration + 1) * config.rollout.prompts_per_iteration
+        return int(self._manifests(manifests)[0].outputs.get(PROMPTS, usual)[1])
 
     def _point(self, name: str, iteration: int) -> None:
         """A fault point whose error is everyone's, as errors inside of what follows it are."""

@@ -64,15 +64,15 @@ class RolloutWorker(EngineWorker):
         share: int = 0,
         of_prompts: int | None = None,
         draws: Sequence[Draw] | None = None,
+        shards_of: str = "rollout",
     ) -> dict[str, Any]:
         """Play the call's iteration's episodes and publish their samples as a shard.
 
         Group ids are the prompts' indices in the run, episode_id = group_id * group_size + k.
-        share: tells this call's shard from the iteration's others. of_prompts: how many prompts
-        the whole rollout has, if more than these. draws: what each prompt plays, where the run has
-        several environments. Returns `shards` (entries for the manifest) and `tally`, a dumped
-        `RolloutStats`, from which the numbers of all shares follow. Raises `RolloutFailed` when
-        too many episodes failed.
+        share, shards_of: number and beginning of the shard's name. of_prompts: how many prompts the
+        iteration has, if more than these. draws: what each prompt plays, where the run has several
+        environments. Returns `shards` (entries for the manifest) and `tally`, a dumped
+        `RolloutStats`. Raises `RolloutFailed` when too many episodes failed.
         """
         config = self._config
         iteration = self._context.iteration or 0
@@ -98,7 +98,7 @@ class RolloutWorker(EngineWorker):
         with guarded("rollout", "writing the samples"):
             fault_points.point(f"rollout.played{first_prompt}", iteration)
             entry = run_store(self._run_directory, config).publish(
-                stage="rollout",
+                stage=shards_of,
                 iteration=iteration,
                 rank=share,
                 schema=ROLLOUT_SCHEMA,

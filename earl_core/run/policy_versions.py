@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from earl_core.deployment.stages import STAGES
+from earl_core.deployment.stages import STAGES, stage_of
 from earl_core.dispatch.shards.manifest import (
     Manifest,
     ManifestError,
@@ -76,7 +76,8 @@ class PolicyVersions:
     def of_stage(self, iteration: int, stage: str) -> int:
         """The version that the stage's manifest names: what it evaluates, trains or publishes, or
         what played its data."""
-        makes = STAGES[stage].makes if stage in STAGES else "state"
+        name = stage_of(stage)
+        makes = STAGES[name].makes if name in STAGES else "state"
         if makes == "state":
             return self.before(iteration)
         return self.update(iteration).made if makes == "weights" else self.played(iteration)

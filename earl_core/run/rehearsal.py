@@ -13,7 +13,7 @@ from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.run import KEPT_ANCESTOR, KEPT_REFERENCES
-from earl_core.deployment.stages import STAGES
+from earl_core.deployment.stages import STAGES, stage_of
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
@@ -50,8 +50,11 @@ def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted:
             _seal(target, before, uid)
     if staleness:
         _copy_played(run, config, iteration, target, uid)
-    sealed = (stage.name for stage in STAGES.values() if stage.makes in ("plan", "columns"))
-    for stage in sealed:
+    sealed_here = sealed_path(run, iteration, "").parent.glob("*.json")
+    made = {stage.name: stage.makes for stage in STAGES.values()}
+    # Those of waves of prompts, too.
+    sealed = sorted(path.stem for path in sealed_here)
+    for stage in (name for name in sealed if made.get(stage_of(name)) in ("plan", "columns")):
         with suppress(ManifestError, SpillError):
             manifest = _manifest(run, iteration, stage)
             _copy_shards(run, config, manifest, store)

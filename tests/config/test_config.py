@@ -14,9 +14,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from earl_core.algorithms.advantages import GroupRelative, Reinforce
 from earl_core.algorithms.policy_losses import LossInputs, PolicyLoss
 from earl_core.config import ConfigError, dump_config, load_config, parse_config
 from earl_core.config.load import RECIPES
+from earl_core.config.stage_keys import stage_key
 from earl_core.config.table import resolved_rows
 
 MINIMAL = {
@@ -41,6 +43,14 @@ def with_(**changes: object) -> dict[str, object]:
     return merged
 
 
+class OwnEstimator(Reinforce):
+    """An estimator without groups."""
+
+
+class OwnGroups(GroupRelative):
+    """An estimator of groups."""
+
+
 class OwnLoss(PolicyLoss):
     """A loss that says nothing about tokens without an advantage."""
 
@@ -55,6 +65,39 @@ class OwnLoss(PolicyLoss):
         (with_(iteratons=3), "iteratons: unknown key"),
         ({"name": "a"}, "model: missing"),
         (with_(rollout__group_size=1), "group_size must be at least 2, not 1"),
+        (
+            with_(rollout__group_size=1, rollout__alike_groups="replace"),
+            "alike_groups is `replace`, but in groups of one episode all score alike: raise",
+        ),
+        (
+            with_(rollout__alike_groups="drop", algorithm={"advantage": "reinforce"}),
+            "alike_groups is `drop`, but algorithm.advantage 'reinforce' does not compare the",
+        ),
+        (
+            with_(
+                rollout__alike_groups="replace",
+                algorithm={"advantage": "tests.config.test_config:OwnEstimator"},
+            ),
+            "OwnEstimator' does not compare the episodes of a group",
+        ),
+        (with_(rollout__max_waves=0), "rollout.max_waves"),
+        (
+            with_(
+                rollout__alike_groups="replace",
+                environment=None,
+                environments=[
+                    {"name": "tic_tac_toe"},
+                    {
+                        "name": "connect_four",
+                        "label": "old",
+                        "reward_weight": 0.0,
+                        "kl": {"coefficient": 0.1},
+                    },
+                ],
+                algorithm={"kl": {"placement": "loss"}},
+            ),
+            "no episode of the environment 'old' gets a reward, so all of its groups would leave",
+        ),
         (with_(rollout__top_p=0.9), "top_p must stay 1.0"),
         (with_(rollout__top_k=5), "top_k must stay 0"),
         (with_(rollout__temperature=0), "rollout.temperature"),
@@ -169,6 +212,29 @@ def test_samples_without_advantage_are_skipped_where_that_is_exact(
     assert parse_config(given).skips_zero_advantage is skips
     given["update"] = {"zero_advantage": "compute"}
     assert not parse_config(given).skips_zero_advantage
+
+
+def test_alike_groups_leave_any_estimator_of_groups() -> None:
+    own = {"advantage": "tests.config.test_config:OwnGroups"}
+    config = parse_config(with_(rollout__alike_groups="replace", algorithm=own)).rollout
+    assert (config.filters_groups, config.most_waves) == (True, 3)
+    assert parse_config(with_(rollout__alike_groups="drop")).rollout.most_waves == 1
+    assert not parse_config(with_(rollout__max_waves=7)).rollout.filters_groups
+
+
+def test_keys_of_stages_without_alike_groups_stay() -> None:
+    """`select` covers all settings of the rollout; the waves need none of these two."""
+
+    def keys(**changes: Any) -> list[str]:
+        config = parse_config(with_(**changes))
+        names = ["select", "rollout", "rollout_wave2", "reward_wave1"]
+        return [stage_key(config, "uid", 1, name, []) for name in names]
+
+    kept = keys()
+    assert kept == keys(rollout__max_waves=3, rollout__alike_groups="keep")
+    dropped, replaced = keys(rollout__alike_groups="drop"), keys(rollout__alike_groups="replace")
+    assert len({kept[0], dropped[0], replaced[0]}) == 3
+    assert kept[1:] == dropped[1:] == replaced[1:]
 
 
 def test_every_problem_is_listed_at_once() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from earl_core.config import load_config, parse_config
 from earl_core.config.run import RunConfig
 from earl_core.config.stage_keys import stage_key
-from earl_core.deployment.stages import STAGE_SETTINGS, taking_part, waves
+from earl_core.deployment.stages import STAGE_SETTINGS, rounds, taking_part
 
 KNOWN = Path(__file__).with_name("stage_keys.json")
 KNOWN_READS = Path(__file__).with_name("stage_reads.json")
@@ -98,8 +98,8 @@ def reads() -> dict[str, dict[str, list[str]]]:
     return {
         name: {
             stage.name: list(stage.sources(config, imitates))
-            for wave in waves(taking_part(config, imitates))
-            for stage in wave
+            for stages in rounds(taking_part(config, imitates))
+            for stage in stages
         }
         for name, config in configs().items()
         for imitates in [config.imitates(3)]

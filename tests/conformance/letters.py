@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from earl_core.environments.base import Message, StepResult
 
 TURNS = 3
@@ -22,3 +24,18 @@ class Letters:
 
     def close(self) -> None:
         pass
+
+
+class SomeLetters(Letters):
+    """Letters that pay nothing, but for the prompts whose number modulo `of` is in `paying`."""
+
+    def __init__(self, paying: list[int], of: int) -> None:
+        self._paying, self._of = paying, of
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._pays = prompt % self._of in self._paying
+        return super().reset(prompt, seed)
+
+    def step(self, text: str) -> StepResult:
+        result = super().step(text)
+        return result if self._pays else replace(result, reward=0.0)

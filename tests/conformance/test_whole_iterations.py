@@ -89,37 +89,15 @@ def save(family: str, more: dict[str, Any], directory: Path) -> Path:
 def test_two_iterations_equal_the_reference(family: str, tmp_path: Path) -> None:
     shape, algorithm = FAMILIES[family]
     model = save(family, shape, tmp_path / "model")
-    config = RunConfig.model_validate(
-        {
-            "name": "run",
-            "iterations": 2,
-            "runs_directory": str(tmp_path / "runs"),
-            "model": {"path": str(model)},
-            "environment": {"name": "tests.conformance.letters:Letters"},
-            "rollout": {
-                "engine": "torch", "dtype": "float32", "threads": 1, "max_turns": 3,
-                "prompts_per_iteration": 2, "group_size": 3, "max_tokens_per_turn": 6,
-                "temperature": TEMPERATURE,
-            },
-            "algorithm": algorithm,
-            "update": {**UPDATE, "epochs": STEPS, "precision": "fp32", "threads": 1},
-            "tracking": {"enabled": False},
-            "dispatch": {"directory": str(tmp_path / "shm")},
-        }
-    )  # fmt: skip
+    config = RunConfig.model_validate(configured(model, algorithm, tmp_path, iterations=2))
     reference = Reference(model, algorithm, UPDATE)
-    run = tmp_path / "runs" / "run"
     with opened_here(config, lambda *_: None) as controller:
         for number in range(2):
             manifests = Debugged(controller, number).whole()
             rows = pq.read_table(controller.run.episodes_path(number)).to_pylist()
             before = weights(reference.model)
             found = reference.iteration(rows, TEMPERATURE)
-            ours = weights(
-                AutoModelForCausalLM.from_pretrained(
-                    run / f"checkpoints/{number:06d}/policy", dtype=torch.float32
-                )
-            )
+            ours = learnt(tmp_path, number)
             theirs = weights(reference.model)
             metrics = manifests["update"].metrics
             assert metrics["grad_norm"] == pytest.approx(found["grad_norm"], rel=1e-4)
@@ -132,6 +110,100 @@ def test_two_iterations_equal_the_reference(family: str, tmp_path: Path) -> None
             assert moved > 1e-3
             assert max(apart.values()) < 1e-6, {n: v for n, v in apart.items() if v >= 1e-6}
             assert {len(row["turn_starts"]) for row in rows} <= {1, 2, 3}
+
+
+WAVES = (
+    # Prompts, those that differ, waves, and the groups trained on that were played later.
+    (range(0, 6), [1, 4], 3, 1),
+    (range(6, 10), [6, 9], 2, 1),
+)
+"""Two iterations that want two groups: of five prompts the second and the last pay."""
+
+
+@pytest.mark.parametrize("how", ["replace", "drop"])
+def test_alike_groups_leave_as_a_filter_of_the_stream_has_it(how: str, tmp_path: Path) -> None:
+    """The same prompts and seeds, filtered in a few lines: tokens, advantages, gradients and
+    weights. The reference scores what is trained on, alone."""
+    model = save("Llama", FAMILIES["Llama"][0], tmp_path / "model")
+    algorithm = FAMILIES["Llama"][1]
+    config = configured(model, algorithm, tmp_path, iterations=2)
+    environment = {
+        "name": "tests.conformance.letters:SomeLetters", "options": {"paying": [1, 4], "of": 5}
+    }  # fmt: skip
+    asked = {**config["rollout"], "alike_groups": how}
+    config |= {"environment": environment, "rollout": asked}
+    reference, played = Reference(model, algorithm, UPDATE), 0
+    with opened_here(RunConfig.model_validate(config), lambda *_: None) as controller:
+        for number, (prompts, differ, waves, later) in enumerate(WAVES):
+            manifests = Debugged(controller, number).whole()
+            rows = pq.read_table(controller.run.episodes_path(number)).to_pylist()
+            if how == "drop":
+                prompts, waves, later = range(played, played + 2), 1, 0
+                differ = [prompt for prompt in prompts if prompt % 5 in (1, 4)]
+            assert [row["prompt_id"] for row in rows] == sorted(3 * [*prompts])
+            played = prompts.stop
+            kept = filtered(rows, 2)
+            assert sorted({row["group_id"] for row in kept}) == differ
+            for stage in ("advantage", "reference"):
+                entries = manifests[stage].shards
+                written = sorted(row for entry in entries for row in entry.row_ids)
+                assert written == [row["sample_id"] for row in kept], stage
+            before = weights(reference.model)
+            metrics = {
+                name: value
+                for stage in ("rollout", "advantage", "update")
+                for name, value in manifests[stage].metrics.items()
+            }
+            counted = [metrics[f"groups_{name}"] for name in ("alike", "replaced", "trained")]
+            assert counted == [len(prompts) - len(differ), later, len(differ)]
+            assert metrics["waves"] == waves
+            assert metrics["groups_dropped"] == 0
+            if not differ:
+                assert metrics["optimizer_steps"] == 0
+                continue
+            found = reference.iteration(kept, TEMPERATURE)
+            assert metrics["grad_norm"] == pytest.approx(found["grad_norm"], rel=1e-4)
+            assert found["grad_norm"] > 0.05
+            ours = learnt(tmp_path, number)
+            theirs = weights(reference.model)
+            assert max(float(np.abs(theirs[name] - before[name]).max()) for name in theirs) > 1e-3
+            assert max(float(np.abs(ours[name] - theirs[name]).max()) for name in theirs) < 1e-6
+
+
+def filtered(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The samples of the first groups whose episodes have different rewards."""
+    rewards: dict[int, dict[int, float]] = {}
+    for row in rows:
+        rewards.setdefault(row["group_id"], {})[row["episode_id"]] = row["reward"]
+    differ = [group for group, each in rewards.items() if len(set(each.values())) > 1][:most]
+    return [row for row in rows if row["group_id"] in differ]
+
+
+def learnt(directory: Path, iteration: int) -> dict[str, np.ndarray]:
+    """The weights of a checkpoint."""
+    policy = directory / f"runs/run/checkpoints/{iteration:06d}/policy"
+    return weights(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32))
+
+
+def configured(
+    model: Path, algorithm: dict[str, Any], directory: Path, iterations: int
+) -> dict[str, Any]:
+    return {
+        "name": "run",
+        "iterations": iterations,
+        "runs_directory": str(directory / "runs"),
+        "model": {"path": str(model)},
+        "environment": {"name": "tests.conformance.letters:Letters"},
+        "rollout": {
+            "engine": "torch", "dtype": "float32", "threads": 1, "max_turns": 3,
+            "prompts_per_iteration": 2, "group_size": 3, "max_tokens_per_turn": 6,
+            "temperature": TEMPERATURE,
+        },
+        "algorithm": algorithm,
+        "update": {**UPDATE, "epochs": STEPS, "precision": "fp32", "threads": 1},
+        "tracking": {"enabled": False},
+        "dispatch": {"directory": str(directory / "shm")},
+    }  # fmt: skip
 
 
 def weights(model: Any) -> dict[str, np.ndarray]:

@@ -64,6 +64,8 @@ def test_settings_are_accepted(name: str, directory: Path) -> None:
         if "environment" in block or "environments" in block:
             told.pop("environment", None)
             told.pop("environments", None)
+        if "imitation" in block:
+            told.pop("imitation", None)
         for section, settings in block.items():
             both = isinstance(settings, dict) and isinstance(told.get(section), dict)
             told[section] = told[section] | settings if both else settings

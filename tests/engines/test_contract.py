@@ -130,6 +130,22 @@ def test_what_ends_an_answer_beside_tokens_is_asked_of_each(driver: Driver) -> N
     assert len(again.tokens) == 4
 
 
+def test_the_most_likely_tokens_are_told_beside_the_sampled_ones(driver: Driver) -> None:
+    plain, answer = _batch(driver), _batch(driver, top=3)
+    for index, prompt in enumerate(PROMPTS[:1]):
+        assert answer[index].tokens == plain[index].tokens
+        np.testing.assert_allclose(answer[index].logprobs, plain[index].logprobs, atol=1e-4)
+        assert plain[index].top == []
+        assert len(answer[index].top) == len(answer[index].tokens)
+        ranked = sorted(
+            (reference_logprobs(driver.directory, prompt, [token], 0.7)[0], token)
+            for token in range(256)
+        )[::-1]
+        assert [token for token, _ in answer[index].top[0]] == [token for _, token in ranked[:3]]
+        told, expected = [each[1] for each in answer[index].top[0]], [each[0] for each in ranked]
+        np.testing.assert_allclose(told, expected[:3], atol=2e-4)
+
+
 def test_only_given_tokens_stop(driver: Driver) -> None:
     """The model's own end-of-sequence token (2) is a token like any other unless it is given."""
     answers = [

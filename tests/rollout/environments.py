@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,26 @@ class Lonely:
 
     def step(self, text: str) -> StepResult:
         return self._game.step(text)
+
+    def close(self) -> None:
+        self._game.close()
+
+
+class SomeGames:
+    """Tic-tac-toe that pays nothing, but for the prompts whose number modulo `of` is in
+    `paying`."""
+
+    def __init__(self, paying: list[int], of: int) -> None:
+        self._game = create("tic_tac_toe", {"style": "compact"})
+        self._paying, self._of = paying, of
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._pays = prompt % self._of in self._paying
+        return self._game.reset(prompt, seed)
+
+    def step(self, text: str) -> StepResult:
+        result = self._game.step(text)
+        return result if self._pays else replace(result, reward=0.0)
 
     def close(self) -> None:
         self._game.close()

@@ -61,7 +61,8 @@ class ScriptedEngine:
         self, request: GenerationRequest, tokens: list[int], reason: EngineFinishReason
     ) -> Completion:
         spans = [VersionSpan(self.policy_version, 0, len(tokens))]
-        completion = Completion(tokens, [-0.5] * len(tokens), reason, spans)
+        top = [[(each, -0.5), (0, float("-inf"))] for each in tokens] if request.top else []
+        completion = Completion(tokens, [-0.5] * len(tokens), reason, spans, top)
         ended = request.ends(tokens, 0) if request.ends else None
         return completion if ended is None else completion.ended_at(ended)
 

@@ -37,6 +37,7 @@ DONE: dict[str, dict[str, Any]] = {
         "stream": True,
         "stream_options": {"include_usage": True},
         "logprobs": True,
+        "top_logprobs": {"logprobs": True, "top_logprobs": 3},
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     },

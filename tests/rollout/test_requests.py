@@ -184,11 +184,17 @@ def test_log_probs_name_tokens_as_openai_does() -> None:
             (" ", b" "),
             ("<|im_end|>", b"<|im_end|>"),
         ]
+        body = await ask(asking, HI, logprobs=True, top_logprobs=2)
+        top = body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        assert [(each["token"], each["logprob"]) for each in top] == [
+            ("a", -0.5),
+            ("<|endoftext|>", -9999.0),
+        ]
         body = await ask(asking, HI, logprobs=True, return_tokens_as_token_ids=True)
         named = body["choices"][0]["logprobs"]["content"]
         assert named[-1]["token"] == f"token_id:{STOP}"
 
-    asked(scenario, saying("a .", "a ."))
+    asked(scenario, saying("a .", "a .", "a ."))
 
 
 def test_keys_in_other_headers_models_by_name_and_empty_answers() -> None:

@@ -118,6 +118,36 @@ def test_the_memory_fallback_of_long_samples_has_logits_in_chunks_before_checkpo
     assert means[-1] == (chunk, "full")
 
 
+def test_the_update_is_predicted_for_what_the_last_iterations_computed() -> None:
+    """Half of the tokens: seconds by the mean share, memory by the least that was left out."""
+
+    def predicted(*left_out: float) -> tuple[float, float, float]:
+        item = host(64.0)
+        seen = item.statistics.model_copy(update={"left_out_share": left_out})
+        predictor = Predictor(item.model_copy(update={"statistics": seen}))
+        update, rollout = item.configured()[1], item.configured()[0]
+        wide = update._replace(max_tokens_per_microbatch=2**20)
+        one, other = (predictor.predict(each, predictor.now) for each in (wide, rollout))
+        return one.seconds, one.peak, other.seconds
+
+    whole, half = predicted(), predicted(0.5)
+    assert predicted(0.0, 0.0) == whole
+    assert whole[2] == half[2]
+    assert 0.4 * whole[0] < half[0] < 0.7 * whole[0]
+    assert half[1] < whole[1]
+    mixed = predicted(0.25, 0.75)
+    assert mixed[0] == half[0]
+    assert half[1] < mixed[1] < whole[1]
+
+
+def test_an_iteration_of_several_waves_plays_as_much_longer() -> None:
+    item = host(64.0)
+    seen = item.statistics.model_copy(update={"played_share": (2.0, 3.0)})
+    once, often = Predictor(item), Predictor(item.model_copy(update={"statistics": seen}))
+    seconds = [each.predict(item.configured()[0], each.now).seconds for each in (once, often)]
+    assert seconds[1] == pytest.approx(2.5 * seconds[0])
+
+
 def test_what_others_hold_is_not_there() -> None:
     free = host(8.0, selector={"stages": ("rollout", "update")})
     shared = free.model_copy(update={"reserved_bytes": {"update": 2.0 * GIB}})

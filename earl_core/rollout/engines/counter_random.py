@@ -33,8 +33,9 @@ def _mixed(value: np.ndarray) -> np.ndarray:
 
 def sample(
     logits: torch.Tensor, temperatures: np.ndarray, uniforms: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (int64, [rows]) and their log-probs (float32, [rows]).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens (int64, [rows]), their log-probs (float32, [rows]) and those of all tokens (float32,
+    [rows, vocabulary]).
 
     `logits` is [rows, vocabulary]; `temperatures` and `uniforms` are float64 [rows]. Temperature 0
     takes the first largest logit, and its log-prob is that of temperature 1.
@@ -50,4 +51,4 @@ def sample(
     tokens.clamp_max_(logits.shape[1] - 1)  # only NaN gets there; its log-prob says so
     if bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), logprobs

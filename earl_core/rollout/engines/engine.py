@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from earl_core.trajectory.samples import VersionSpan
@@ -23,6 +23,10 @@ the one that ends the answer; None when none does."""
 EngineFinishReason = Literal["stop", "length", "model_context", "cancelled"]
 
 
+TopTokens = list[tuple[int, float]]
+"""The most likely tokens at one place with their log-probs, the first first."""
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One answer to sample.
@@ -34,7 +38,8 @@ class GenerationRequest:
     2**63 - 1), n and the logits only. A sampled token among `stop_token_ids` ends the answer, and
     so does one that `ends` finds, which may be called in any thread; no other does. `on_tokens`
     gets the sampled tokens piece by piece, in the event loop, where the engine can tell; whatever
-    it did not get is in the completion only.
+    it did not get is in the completion only. `top` is how many of the most likely tokens are told
+    beside each sampled one.
     """
 
     sequence_id: int
@@ -45,6 +50,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     on_tokens: OnTokens | None = None
     ends: Ends | None = None
+    top: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,17 +62,20 @@ class Completion:
     temperature 0 those of temperature 1); always finite. `model_context` means that the context
     ended the answer before its own budget did; `tokens` is then empty if the prompt filled it.
     `spans` cover the tokens in order, at least one of them; its end is 0 where there are no tokens.
+    `top` has an entry for each token where the request asks for it.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: EngineFinishReason
     spans: list[VersionSpan]
+    top: list[TopTokens] = field(default_factory=list)
 
     def ended_at(self, count: int) -> Completion:
         """The answer that its first tokens are, so many that one of them ended it."""
         spans = [VersionSpan(s[0], s[1], min(s[2], count)) for s in self.spans if s[1] < count]
-        return Completion(self.tokens[:count], self.logprobs[:count], "stop", spans)
+        top = self.top[:count]
+        return Completion(self.tokens[:count], self.logprobs[:count], "stop", spans, top)
 
 
 class Engine(Protocol):

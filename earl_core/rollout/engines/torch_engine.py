@@ -7,9 +7,8 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,17 +21,16 @@ from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.engine import (
     OUT_OF_MEMORY_ADVICE,
     Completion,
-    EngineFinishReason,
     GenerationRequest,
     answer_budget,
 )
 from earl_core.rollout.engines.held_versions import HeldVersion
 from earl_core.rollout.engines.paired_layers import NO_PAIRS, PairedLayers, Pairs
+from earl_core.rollout.engines.sampling import Sampling
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.rollout.errors import EngineError, WeightSyncError
 from earl_core.system.memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.tensors.device_copies import upload
-from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.publish import resolve_dtype
 
@@ -43,18 +41,6 @@ _T = TypeVar("_T")
 _PREFILL_TOKENS = 8192
 # Elements of one attention mask: bounds it (256 MB in float32) for long contexts.
 _MASK_ELEMENTS = 1 << 26
-
-
-@dataclass
-class _Sampling:
-    """A request while its answer grows."""
-
-    request: GenerationRequest
-    budget: int
-    exhausted: Literal["length", "model_context"]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: EngineFinishReason | None = None
 
 
 class TorchEngine(BaseEngine[Pairs]):
@@ -205,7 +191,7 @@ class TorchEngine(BaseEngine[Pairs]):
                 self._layers.pairs = NO_PAIRS if held is None else held.loaded
             self._under = version, "" if held is None else held.digest
             samplings = [
-                _Sampling(request, *answer_budget(request, self.max_model_len))
+                Sampling(request, *answer_budget(request, self.max_model_len))
                 for request in requests
             ]
             for sampling in samplings:
@@ -219,17 +205,9 @@ class TorchEngine(BaseEngine[Pairs]):
             self._peak_cache_bytes = max(self._peak_cache_bytes, self._cache.nbytes)
             self._forget_finished()
         self._totals["requests"] += len(requests)
-        return [
-            Completion(
-                s.tokens,
-                s.logprobs,
-                s.finish_reason or "cancelled",
-                [VersionSpan(version, 0, len(s.tokens))],
-            )
-            for s in samplings
-        ]
+        return [sampling.completion(version) for sampling in samplings]
 
-    def _answer(self, wave: list[_Sampling]) -> None:
+    def _answer(self, wave: list[Sampling]) -> None:
         """Sample the answers of one batch to their ends."""
         by_id = {sampling.request.sequence_id: sampling for sampling in wave}
         rows, logits = self._prefill(by_id)
@@ -248,7 +226,7 @@ class TorchEngine(BaseEngine[Pairs]):
             pieces = [s.tokens[-1:] if s.finish_reason is None else [] for s in running]
             logits = self._forward(rows, pieces)
 
-    def _prefill(self, by_id: dict[int, _Sampling]) -> tuple[list[Row], torch.Tensor]:
+    def _prefill(self, by_id: dict[int, Sampling]) -> tuple[list[Row], torch.Tensor]:
         """Compute what is not cached of the prompts: their rows and last logits [rows, vocab]."""
         todo: dict[int, list[int]] = {}
         for sequence_id, sampling in by_id.items():
@@ -317,11 +295,14 @@ class TorchEngine(BaseEngine[Pairs]):
         picked = hidden[torch.arange(len(rows), device=self._device), last]
         return self._head(picked)
 
-    def _sample_next(self, running: list[_Sampling], logits: torch.Tensor) -> None:
+    def _sample_next(self, running: list[Sampling], logits: torch.Tensor) -> None:
         seeds = np.array([s.request.seed for s in running], dtype=np.uint64)
         counters = np.array([len(s.tokens) for s in running], dtype=np.uint64)
         temperatures = np.array([s.request.temperature for s in running], dtype=np.float64)
-        tokens, logprobs = sample(logits, temperatures, uniform(seeds, counters))
+        tokens, logprobs, every = sample(logits, temperatures, uniform(seeds, counters))
+        for sampling, row in zip(running, every, strict=True):
+            if sampling.request.top and sampling.finish_reason is None:
+                sampling.note_top(row)
         for sampling, token, logprob in zip(
             running, tokens.tolist(), logprobs.tolist(), strict=True
         ):
@@ -336,16 +317,8 @@ class TorchEngine(BaseEngine[Pairs]):
                     f"the model gave a log-prob of {logprob} at policy version "
                     f"{self._under[0]}: its weights have diverged; lower the learning rate"
                 )
-            sampling.tokens.append(token)
-            sampling.logprobs.append(logprob)
+            sampling.take(token, logprob)
             self._totals["generated_tokens"] += 1
-            ends, count = sampling.request.ends, len(sampling.tokens)
-            if token in sampling.request.stop_token_ids or (
-                ends is not None and ends(sampling.tokens, count - 1)
-            ):
-                sampling.finish_reason = "stop"
-            elif count == sampling.budget:
-                sampling.finish_reason = sampling.exhausted
 
     def _forget_finished(self) -> None:
         if self._finished:

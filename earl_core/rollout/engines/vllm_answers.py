@@ -22,7 +22,7 @@ def sampling_parameters(request: GenerationRequest, budget: int) -> Any:
         seed=request.seed,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,
-        logprobs=0,
+        logprobs=request.top,
         flat_logprobs=True,
         detokenize=False,
         output_kind=kinds.CUMULATIVE if request.on_tokens or request.ends else kinds.FINAL_ONLY,
@@ -38,7 +38,14 @@ def completion(
 
     Raises `EngineError` where log-probs are missing or not finite.
     """
-    tokens, logprobs = list(answer.token_ids), list(answer.logprobs.logprobs)
+    tokens, flat = list(answer.token_ids), answer.logprobs
+    # Of each place first the sampled token, then the most likely ones.
+    logprobs = [flat.logprobs[at] for at in flat.start_indices]
+    top = [
+        list(zip(flat.token_ids[at + 1 : end], flat.logprobs[at + 1 : end], strict=True))
+        for at, end in zip(flat.start_indices, flat.end_indices, strict=True)
+        if end > at + 1
+    ]
     if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):
         raise EngineError(
             f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens, or some that are "
@@ -49,6 +56,6 @@ def completion(
     spans = [VersionSpan(int(s.version), s.start, s.end) for s in noted]
     spans = spans or [VersionSpan(version, 0, len(tokens))]
     if answer.finish_reason == "abort":
-        return Completion(tokens, logprobs, "cancelled", spans)
+        return Completion(tokens, logprobs, "cancelled", spans, top)
     reason = "stop" if answer.finish_reason == "stop" else exhausted
-    return Completion(tokens, logprobs, reason, spans)
+    return Completion(tokens, logprobs, reason, spans, top)

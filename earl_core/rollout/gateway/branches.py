@@ -152,7 +152,10 @@ class Branches:
         """Nine letters and digits each, which is all that some templates take (Mistral's). They
         follow from the conversation, whatever is answered beside it."""
         turn = len(branch.turns)
-        return [_short(derive_seed("call", branch.origin, turn, number)) for number in range(count)]
+        return [
+            _short(derive_seed(self._seed, "call", branch.origin, turn, number))
+            for number in range(count)
+        ]
 
     def _without_opening(self, message: Message, prompt: Prompt) -> Message:
         opening, content = self._chat.text_of(prompt.opening), message["content"]

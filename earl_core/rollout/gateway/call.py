@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from earl_core.environments.base import Message
 from earl_core.rollout.chat.token_texts import TokenText
-from earl_core.rollout.engines.engine import Completion, OnTokens
+from earl_core.rollout.engines.engine import Completion, GenerationRequest, OnTokens
 from earl_core.rollout.gateway.branches import Branches
 from earl_core.rollout.gateway.constraints import Constraint
 from earl_core.rollout.gateway.placing import Placing
 
+Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 Locate = Callable[[Branches], Placing]
 
 
@@ -22,7 +24,7 @@ class Call:
     template may render. tokens: of a client that renders itself. texts: the longest of what is
     rendered. count: answers. stop_token_ids: besides the model's own.
     stop: strings that end the answer, which is cut before them. constraints: on the form of
-    the answer. token_texts: whether the answer has them."""
+    the answer. token_texts: whether the answer has them. top: see `GenerationRequest`."""
 
     locate: Locate
     max_tokens: int | None
@@ -36,11 +38,13 @@ class Call:
     stop: Sequence[str] = ()
     constraints: Sequence[Constraint] = ()
     token_texts: bool = False
+    top: int = 0
 
 
 @dataclass(frozen=True)
 class Answer:
     """The answer to a request. finish_reason: stop, length or tool_calls. texts: of its tokens.
+    top: the most likely tokens beside each.
     stopped_by: the string that ended it."""
 
     message: Message
@@ -48,4 +52,18 @@ class Answer:
     prompt: list[int]
     completion: Completion
     texts: Sequence[TokenText] = ()
+    top: Sequence[Sequence[tuple[TokenText, float]]] = ()
     stopped_by: str = ""
+
+
+async def all_of(generate: Generate, requests: Sequence[GenerationRequest]) -> Sequence[Completion]:
+    """All completions; when one fails, or this is cancelled, the others are given up."""
+    if len(requests) == 1:
+        return [await generate(requests[0])]
+    tasks = [asyncio.ensure_future(generate(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from earl_core.environments.base import Message, ToolCall
+from earl_core.rollout.chat.token_texts import TokenText
 from earl_core.rollout.chat.tool_calls import Tools
 from earl_core.rollout.gateway import chat_request, constraints
 from earl_core.rollout.gateway.call import Answer
@@ -22,6 +23,10 @@ from earl_core.rollout.gateway.fields import CHAT, check
 from earl_core.rollout.gateway.refusals import invalid
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_MOST_TOP = 20
+"""As OpenAI and vLLM have it."""
+_LEAST = -9999.0
+"""In the place of what JSON has no number for, as OpenAI has it."""
 MOST_ANSWERS = 128
 """Of one request, as OpenAI has it."""
 
@@ -51,6 +56,7 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
         constraints=asked,
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
+        top=_top(body),
         ids_as_text=bool(body.get("return_tokens_as_token_ids")),
         token_ids=bool(body.get("return_token_ids")),
     )
@@ -167,7 +173,11 @@ def tools_and_choice(
 def logprobs(answer: Answer) -> dict[str, Any]:
     """A token's text is its id, as vLLM's `return_tokens_as_token_ids` says it."""
     pairs = zip(answer.completion.tokens, answer.completion.logprobs, strict=True)
-    return _content((f"token_id:{token}", None, value) for token, value in pairs)
+    content: list[dict[str, Any]] = [
+        {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+        for token, value in pairs
+    ]
+    return {"content": content, "refusal": None}
 
 
 def spans(answer: Answer) -> list[dict[str, int]]:
@@ -327,12 +337,20 @@ def _logprobs(request: ChatRequest, answer: Answer) -> dict[str, Any]:
     if request.ids_as_text:
         return logprobs(answer)
     rows = zip(answer.texts, answer.completion.logprobs, strict=True)
-    return _content((token.text, list(token.content), value) for token, value in rows)
-
-
-def _content(rows: Iterator[tuple[str, list[int] | None, float]]) -> dict[str, Any]:
-    content: list[dict[str, Any]] = [
-        {"token": text, "logprob": value, "bytes": content, "top_logprobs": []}
-        for text, content, value in rows
-    ]
+    content = [{**_token(*row), "top_logprobs": []} for row in rows]
+    for row, top in zip(content, answer.top, strict=False):
+        row["top_logprobs"] = [_token(text, max(value, _LEAST)) for text, value in top]
     return {"content": content, "refusal": None}
+
+
+def _token(token: TokenText, value: float) -> dict[str, Any]:
+    return {"token": token.text, "logprob": value, "bytes": list(token.content)}
+
+
+def _top(body: Mapping[str, Any]) -> int:
+    top = chat_request.whole_number(body, "top_logprobs", 0, _MOST_TOP) or 0
+    if top and not body.get("logprobs"):
+        raise invalid("top_logprobs wants logprobs: true")
+    if top and body.get("return_tokens_as_token_ids"):
+        raise invalid("top_logprobs and return_tokens_as_token_ids exclude each other")
+    return top

@@ -40,9 +40,9 @@ class ChatRequest:
     """The parts of a request that count.
 
     opening: text that the answer's message begins with. count: answers. token_ids, logprobs,
-    usage: whether the reply has them. ids_as_text: whether texts of tokens are their ids. body:
-    fields that the reply repeats. kept: the messages that a later request may go on after by the
-    answer's name; None: it repeats them.
+    usage: whether the reply has them. top: how many of the most likely tokens beside each.
+    ids_as_text: whether texts of tokens are their ids. body: fields that the reply repeats. kept:
+    the messages that a later request may go on after by the answer's name; None: it repeats them.
     """
 
     messages: list[Message]
@@ -57,6 +57,7 @@ class ChatRequest:
     constraints: Sequence[Constraint] = ()
     usage: bool = False
     logprobs: bool = False
+    top: int = 0
     ids_as_text: bool = False
     token_ids: bool = False
     body: Mapping[str, Any] = field(default_factory=dict)

@@ -127,6 +127,7 @@ class Endpoints:
             stop=asked.stop,
             constraints=asked.constraints,
             token_texts=asked.logprobs,
+            top=asked.top,
         )
         pending, name = self._pending(session, call), _named(session)
         answers = await self._begun(request, pending, growth if grows else None)

@@ -102,11 +102,17 @@ class Gateway:
         await self._batches.close()
         self._aside.close()
 
-    def open(self, spec: EpisodeSpec, trained: bool = True) -> Session:
-        """A new session of an episode. trained: see `Session`."""
+    def open(
+        self,
+        spec: EpisodeSpec,
+        trained: bool = True,
+        asked_prompts: AskedPrompts | None = None,
+    ) -> Session:
+        """A new session of an episode. trained, asked_prompts: see `Session`; None: those of the
+        gateway."""
         longest = self._engine.max_model_len
         settings, meter = self._settings, self._meter
-        aside, asked = self._aside, self._asked_prompts
+        aside, asked = self._aside, asked_prompts or self._asked_prompts
         session = Session(spec, self._chat, settings, meter, longest, aside, asked, trained)
         self._sessions[session.name] = session
         return session
@@ -121,7 +127,9 @@ class Gateway:
             if standing is None or standing.begun >= _STANDING_BRANCHES:
                 left |= {standing} if standing else set()
                 seed = secrets.randbits(62)
-                standing = self.open(EpisodeSpec(self._stood, 0, 0, seed))
+                # People go on with conversations as they like.
+                spec, asked = EpisodeSpec(self._stood, 0, 0, seed), AskedPrompts()
+                standing = self.open(spec, asked_prompts=asked)
                 self._stood += 1
                 standing.key, self._sessions[""] = key, standing
             for session in [each for each in left if not each.busy]:

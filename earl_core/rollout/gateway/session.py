@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,11 @@ from earl_core.rollout.episode_player import PlaySettings, check_overflow
 from earl_core.rollout.gateway.aside import LARGE, Aside, TooManyTokens, check_length
 from earl_core.rollout.gateway.asked_prompts import CACHE, AskedPrompts
 from earl_core.rollout.gateway.bodies import characters
-from earl_core.rollout.gateway.branches import Branches
-from earl_core.rollout.gateway.call import Answer, Call
+from earl_core.rollout.gateway.call import Answer, Call, Generate, all_of
 from earl_core.rollout.gateway.constraints import Constraint
 from earl_core.rollout.gateway.placing import Placing, Prompt
 from earl_core.rollout.gateway.refusals import invalid, refused
+from earl_core.rollout.gateway.side import Side
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_seed
@@ -43,19 +43,6 @@ _SHOWN = 300
 
 _OPPONENTS = 8
 """The budgets of the opponent's side are as large as those of so many policies."""
-
-Generate = Callable[[GenerationRequest], Awaitable[Completion]]
-
-
-class _Side:
-    """The conversations of the policy, or of its opponent. many: times the policy's budgets."""
-
-    def __init__(self, chat: ChatTokenizer, settings: PlaySettings, seed: int, many: int) -> None:
-        self.branches = Branches(chat, seed)
-        self.most_calls = settings.max_turns * many
-        limit = settings.max_tokens_per_episode
-        self.most_tokens = None if limit is None else limit * many
-        self.calls = self.sampled = 0
 
 
 class Session:
@@ -89,8 +76,8 @@ class Session:
         self._counting: list[asyncio.Task[None]] = []
         self.conversations: dict[str, Sequence[Message]] = {}
         """Conversations up to answers that can be gone on with by name."""
-        self._policy = _Side(chat, settings, spec.seed, 1)
-        self._opponent = _Side(chat, settings, derive_seed(spec.seed, "opponent"), _OPPONENTS)
+        self._policy = Side(chat, settings, spec.seed, 1)
+        self._opponent = Side(chat, settings, derive_seed(spec.seed, "opponent"), _OPPONENTS)
         self._trained = trained
         self._live = 0
         self._last: Sample | None = None
@@ -136,7 +123,7 @@ class Session:
                 places[number] = prompts[-1]
             requests = [self._request(side, prompt, call) for prompt in prompts]
             with self._waiting():
-                completions = await _all_of(generate, requests)
+                completions = await all_of(generate, requests)
             if any(each.finish_reason == "cancelled" for each in completions):
                 raise refused(503, "cancelled", "the engine gave the request up")
         except BaseException:
@@ -154,7 +141,7 @@ class Session:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
 
-    def _answer(self, side: _Side, prompt: Prompt, completion: Completion, call: Call) -> Answer:
+    def _answer(self, side: Side, prompt: Prompt, completion: Completion, call: Call) -> Answer:
         """Record one answer."""
         tokens = prompt.tokens
         message, stopped_by = side.branches.answer(prompt, completion, call.stop)
@@ -172,10 +159,12 @@ class Session:
         if "tool_calls" in message:
             self._meter.tool_calls += len(message["tool_calls"])
             reason = "tool_calls"
-        texts = map(self._chat.token_texts.of, completion.tokens) if call.token_texts else ()
-        return Answer(message, reason, tokens, completion, list(texts), stopped_by)
+        text_of = self._chat.token_texts.of
+        texts = [text_of(each) for each in completion.tokens] if call.token_texts else []
+        top = [[(text_of(each), value) for each, value in place] for place in completion.top]
+        return Answer(message, reason, tokens, completion, texts, top, stopped_by)
 
-    def _note_skipped(self, side: _Side, place: Placing) -> None:
+    def _note_skipped(self, side: Side, place: Placing) -> None:
         """Count answers that the agent has from elsewhere, and not from its session."""
         if side is not self._policy or not place.said:
             return
@@ -199,7 +188,7 @@ class Session:
 
     async def counted(self) -> None:
         """Wait until all forms of answers are counted."""
-        await asyncio.gather(*self._counting)
+        await asyncio.gather(*self._counting, return_exceptions=True)
         self._asked_prompts.forget(self.spec.episode_id)
 
     def end(self, reward: float, info: Mapping[str, Any]) -> Episode:
@@ -275,7 +264,7 @@ class Session:
         self._note_cut(self._opponent if opponent or not self._trained else self._policy)
         return refused(400, "context_length_exceeded", told)
 
-    async def _prompt(self, place: Placing, call: Call, side: _Side) -> Prompt:
+    async def _prompt(self, place: Placing, call: Call, side: Side) -> Prompt:
         """The tokens of a request, made beside the event loop where it is large."""
         try:
             if call.characters < LARGE and call.tokens < LARGE:
@@ -302,7 +291,7 @@ class Session:
         check_length(chat, call.texts, self._most_tokens)
         place.render(chat)
 
-    def _check(self, side: _Side, call: Call) -> None:
+    def _check(self, side: Side, call: Call) -> None:
         if self._over:
             raise _over()
         calls, tokens = side.most_calls, side.most_tokens
@@ -326,7 +315,7 @@ class Session:
         if call.tokens:
             self._check_tokens(side, call.tokens)
 
-    def _request(self, side: _Side, prompt: Prompt, call: Call) -> GenerationRequest:
+    def _request(self, side: Side, prompt: Prompt, call: Call) -> GenerationRequest:
         tokens = prompt.tokens
         self._check_tokens(side, len(tokens))
         settings = self._settings
@@ -342,10 +331,11 @@ class Session:
             seed=side.branches.draw_seed(prompt.branch),
             stop_token_ids=tuple(dict.fromkeys([*self._chat.stop_token_ids, *call.stop_token_ids])),
             on_tokens=call.on_tokens,
+            top=call.top,
             ends=self._chat.ends_by(call.stop) if call.stop else self._chat.ends,
         )
 
-    def _check_tokens(self, side: _Side, tokens: int) -> None:
+    def _check_tokens(self, side: Side, tokens: int) -> None:
         if tokens >= self._max_model_len:
             self._check_overflow(tokens + 1)
             raise self.too_long(
@@ -353,20 +343,20 @@ class Session:
                 side is self._opponent,
             )
 
-    def _spent(self, side: _Side, cut: str, budget: str) -> HTTPException:
+    def _spent(self, side: Side, cut: str, budget: str) -> HTTPException:
         self._note_cut(side, cut)
         whose = "episode" if side is self._policy else "opponent"
         # Not 429, after which clients ask again.
         return refused(400, "budget_spent", f"the {whose} has had its {budget}")
 
-    def _note_cut(self, side: _Side, cut: str = "model_context") -> None:
+    def _note_cut(self, side: Side, cut: str = "model_context") -> None:
         if side is self._policy:
             self._cut = cut
 
     def _check_overflow(self, tokens: int) -> None:
         check_overflow(tokens, self._max_model_len, self._settings.positions)
 
-    def _sequence_id(self, side: _Side, branch: int) -> int:
+    def _sequence_id(self, side: Side, branch: int) -> int:
         number = self.spec.episode_id * _MOST_BRANCHES + branch
         # From 0 on there are those of the built-in agent loop, which may play beside this.
         return -1 - 2 * number - (side is self._opponent)
@@ -374,21 +364,6 @@ class Session:
     def _count_live(self, tokens: int) -> None:
         self._live += tokens
         self._meter.tokens_live(tokens)
-
-
-async def _all_of(
-    generate: Generate, requests: Sequence[GenerationRequest]
-) -> Sequence[Completion]:
-    """All completions; when one fails, or this is cancelled, the others are given up."""
-    if len(requests) == 1:
-        return [await generate(requests[0])]
-    tasks = [asyncio.ensure_future(generate(request)) for request in requests]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _over() -> HTTPException:

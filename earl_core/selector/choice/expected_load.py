@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from earl_core.selector.choice.selection import WINDOW, SelectionInput, forecast
+from collections.abc import Callable, Sequence
+
+from earl_core.selector.choice.selection import WINDOW, SelectionInput, Statistics, forecast
 from earl_core.selector.model.roofline import Load
 
 GENERATED_SHARE = 0.5
@@ -38,3 +40,14 @@ def loads(given: SelectionInput) -> tuple[Load, Load]:
 
     ahead = at(1 + settings.forecast)
     return at(1), ahead._replace(longest=max(ahead.longest, min(limit, max(longest[-WINDOW:]))))
+
+
+def computed_load(
+    seen: Statistics, stage: str, load: Load, of: Callable[[Sequence[float]], float]
+) -> Load:
+    """Return the part of a load that the update computes, where the last iterations left a part
+    out; for other stages all of it. of: makes one share of theirs, such as `min`."""
+    if stage != "update" or not seen.left_out_share:
+        return load
+    episodes = (1.0 - of(seen.left_out_share)) * load.episodes
+    return load._replace(episodes=max(1, round(episodes)))

@@ -7,12 +7,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 from earl_core.deployment.placement import PLACEMENTS
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import SELECTABLE, STAGES
-from earl_core.selector.choice.expected_load import loads
+from earl_core.selector.choice.expected_load import computed_load, loads
 from earl_core.selector.choice.selection import SelectionInput, model_length
 from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_model
 from earl_core.selector.model.devices import device_of
@@ -23,7 +24,6 @@ from earl_core.selector.profile.profile_table import (
     Common,
     Correction,
     Guess,
-    ProfilePoint,
     candidate_of_key,
     key_of,
 )
@@ -100,6 +100,8 @@ class Predictor:
         self._scoring = Scoring(held, self.hardware, self._value, roofline)
         self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
+        seen = given.statistics
+        self._ahead = {each: computed_load(seen, each, self.ahead, min) for each in SELECTABLE}
         # Before anything was played the load is a guess from what engines are first built for.
         expected = self.ahead.longest if given.statistics.context_max else 0.0
         self.max_model_len, self.length_reason = model_length(given, expected)
@@ -196,7 +198,7 @@ class Predictor:
         """The peak at the end of the forecast, which `budget` is for: calibrated, of one device, on
         a CPU of all the stage's processes."""
         if candidate not in self._peaks:
-            peak = self.peak(candidate, self.ahead)
+            peak = self.peak(candidate, self._ahead[candidate.stage])
             self._peaks[candidate] = peak * self.sharers(candidate)
         return self._peaks[candidate]
 
@@ -221,7 +223,7 @@ class Predictor:
         for failed in self.given.forbidden:
             candidate = self.candidate_of(failed.deployment)
             if not self._grows(candidate) or (
-                self.formula_peak(candidate, self.ahead) >= failed.beyond_bytes
+                self._formula(candidate) >= self.sharers(candidate) * failed.beyond_bytes
             ):
                 yield candidate
 
@@ -238,7 +240,8 @@ class Predictor:
         return least < math.inf and self._grows(candidate) and self._formula(candidate) >= least
 
     def _formula(self, candidate: StageDeployment) -> float:
-        return self.sharers(candidate) * self.formula_peak(candidate, self.ahead)
+        ahead = self._ahead[candidate.stage]
+        return self.sharers(candidate) * self.formula_peak(candidate, ahead)
 
     def _grows(self, candidate: StageDeployment) -> bool:
         """Tell whether the candidate's memory follows from its load: vLLM takes the share of a GPU
@@ -262,11 +265,13 @@ class Predictor:
         """Seconds and memory under a load; whether it fits is judged at the forecast one."""
         if candidate.stage == "rollout":
             return self._predict_rollout(candidate, load)
+        load = computed_load(self.given.statistics, candidate.stage, load, fmean)
         peak, budget = self.stage_peak(candidate), self._budgets[candidate.stage]
         factor, measured = self.correction(candidate)(load.context, float(load.episodes))
         problem = self._refused(candidate, load.context, float(load.episodes))
         if not problem and peak > budget:
-            filled = self._filled(candidate, self.ahead).max_tokens_per_microbatch
+            ahead = self._ahead[candidate.stage]
+            filled = self._filled(candidate, ahead).max_tokens_per_microbatch
             tokens = max(filled, round(self.ahead.longest))
             short = self._short_of(candidate.stage, peak, budget)
             problem = f"a microbatch of {tokens:,} tokens {short}"
@@ -315,7 +320,8 @@ class Predictor:
                 f"one sequence of {needed:,.0f} tokens needs {gib(needed * token)} of keys and "
                 f"values on each device, and beside the weights {gib(capacity * token)} are left"
             )
-        seconds = self.roofline.rollout_seconds(candidate, load, rate)
+        waves = fmean(self.given.statistics.played_share or (1.0,))
+        seconds = waves * self.roofline.rollout_seconds(candidate, load, rate)
         filled = offered * load.context / capacity if capacity > 0 else math.inf
         if self._torch_engine:
             filled = 0.0
@@ -380,7 +386,7 @@ class Predictor:
             )
         key = key_of(candidate) if self._failed else ""
         for point in self._failed:
-            if point.key == key and _at_least(context, requests, point):
+            if point.key == key and point.at_most(context, requests):
                 return (
                     f"it ran out of memory at {point.requests:.0f} sequences x "
                     f"{point.context:,.0f} tokens when it was measured"
@@ -390,9 +396,3 @@ class Predictor:
 
 _ENDLESS = 2.0**62
 _UNMEASURED = Correction([], lambda context, requests: 0.0)
-
-
-def _at_least(context: float, requests: float, point: ProfilePoint) -> bool:
-    if point.key.startswith("rollout"):
-        return context * requests >= point.live_tokens
-    return context >= point.context

@@ -39,6 +39,13 @@ class Statistics(Settings):
         default=(), description="Part of an episode's tokens that the model wrote."
     )
     tool_wait_seconds: tuple[float, ...] = Field(default=(), description="Mean of one answer's.")
+    left_out_share: tuple[float, ...] = Field(
+        default=(), description="Part of the asked episodes' tokens that the update left out."
+    )
+    played_share: tuple[float, ...] = Field(
+        default=(),
+        description="Prompts that were played, in waves, over those that were asked for.",
+    )
     switch_seconds: dict[str, float] = Field(
         default_factory=dict, description="Last measured rebuild of a stage's worker group."
     )

@@ -61,6 +61,12 @@ class ProfilePoint(Settings):
         """Tokens held at once."""
         return self.context * self.requests
 
+    def at_most(self, context: float, requests: float) -> bool:
+        """Tell whether such a load is this one or more: of an engine by the tokens held at once."""
+        if self.key.startswith("rollout"):
+            return context * requests >= self.live_tokens
+        return context >= self.context
+
     @property
     def bucket(self) -> tuple[str, int, int]:
         """Candidate, and half octaves of context and of requests."""
