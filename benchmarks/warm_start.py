@@ -34,7 +34,7 @@ def main() -> None:
     made.add_argument("--scratch", type=Path, help="directory of the runs, which are continued")
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--games", type=int, default=2000, help="scripted ones")
-    made.add_argument("--imitating", type=int, default=16, help="iterations, of 256 games each")
+    made.add_argument("--imitating", type=int, default=24, help="iterations, of 256 games each")
     made.add_argument("--most", type=int, default=160, help="iterations that play, in each run")
     made.add_argument("--every", type=int, default=4, help="iterations between evaluations")
     options = made.parse_args()
@@ -49,8 +49,8 @@ def main() -> None:
     notes = [
         "legal moves: of all moves of the held-out games, before the first iteration that plays; "
         f"wins: of {EPISODES} held-out games against a random opponent, from either side",
-        f"iterations: those that played until an evaluation had {WINS:.0%} wins; above "
-        f"{options.most} it was not reached, and the share is an upper bound only if the other is",
+        f"iterations: those that played until an evaluation had {WINS:.0%} wins, or {options.most} "
+        "where none had",
         "imitation_legal is the worst seed's, warm_start_iterations_share the worst seed's",
     ]
     headline = {"imitation_legal": legal, "warm_start_iterations_share": max(shares)}
@@ -98,7 +98,7 @@ def trained(name: str, overrides: list[str], first: int) -> tuple[Row, int]:
         command += ["--set", each]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     begun: Row = {}
-    last = first
+    last, reached = first, False
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -113,9 +113,11 @@ def trained(name: str, overrides: list[str], first: int) -> tuple[Row, int]:
                 begun = {"legal moves": legal_share(metrics), "wins before": wins}
             print(f"{name}: {last} iterations, {wins:.1%} wins", file=sys.stderr, flush=True)
             if wins >= WINS:
+                reached = True
                 process.send_signal(signal.SIGTERM)
                 break
-        process.wait()
+    if process.returncode and not reached:
+        raise SystemExit(f"{name} ended with {process.returncode}")
     return begun, max(1, last - first)
 
 

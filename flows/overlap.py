@@ -57,7 +57,7 @@ class Overlap:
         if stage.makes == "plan":
             await self._reached(iteration - 1 - self._staleness, END)
             await self._reached(iteration - 1, stage.name)
-        elif stage.role == "rollout":
+        elif stage.role == "rollout" or stage.name in ROWS:
             await self._reached(iteration - 1, PLAYED)
             await self._evaluate(iteration)
         elif ROLES[stage.role].placed:

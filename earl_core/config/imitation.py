@@ -72,3 +72,17 @@ class ImitationConfig(Settings):
         if self.data is None and self.split is not None:
             raise ValueError("imitation.split is one of `data`: leave it out, or name data")
         return self
+
+    def check(self, iterations: int, steps: int, demonstrations: int) -> None:
+        """Raise `ValueError` for more imitating iterations than the run has, or more optimizer
+        steps than an iteration has demonstrations."""
+        if self.iterations > iterations:
+            raise ValueError(
+                f"imitation.iterations ({self.iterations}) exceeds iterations ({iterations}), "
+                "which counts them too: raise iterations"
+            )
+        if steps > demonstrations:
+            raise ValueError(
+                f"imitation.minibatches ({steps}) exceeds imitation.episodes_per_iteration "
+                f"({demonstrations}): each minibatch needs a demonstration of its own"
+            )

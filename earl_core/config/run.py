@@ -205,19 +205,8 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _imitation(self) -> RunConfig:
-        if self.imitation is None:
-            return self
-        if self.imitation.iterations > self.iterations:
-            raise ValueError(
-                f"imitation.iterations ({self.imitation.iterations}) exceeds iterations "
-                f"({self.iterations}), which counts them too: raise iterations"
-            )
-        steps = self.minibatches(0)
-        if steps > self.demonstrations:
-            raise ValueError(
-                f"imitation.minibatches ({steps}) exceeds imitation.episodes_per_iteration "
-                f"({self.demonstrations}): each minibatch needs a demonstration of its own"
-            )
+        if self.imitation is not None:
+            self.imitation.check(self.iterations, self.minibatches(0), self.demonstrations)
         return self
 
     @model_validator(mode="after")

@@ -98,8 +98,10 @@ def samples_of(
 def _answer(chat: ChatTokenizer, messages: Sequence[Message], at: int, tools: Tools) -> list[int]:
     """The tokens of an answer as the model has to sample them, the one that ends it included."""
     tokens = chat.encode(_text(chat, messages, at, tools))
-    ends = [place for place, token in enumerate(tokens) if token in chat.stop_token_ids]
-    answer = tokens[: ends[0] + 1] if ends else [*tokens, *chat.stop_token_ids[:1]]
+    ends = [place for place, token in enumerate(tokens, start=1) if token in chat.stop_token_ids]
+    if chat.ends is not None and (stopped := chat.ends(tokens, 0)) is not None:
+        ends.append(stopped)
+    answer = tokens[: min(ends)] if ends else [*tokens, *chat.stop_token_ids[:1]]
     if ends and chat.text_of(tokens).strip() != chat.text_of(answer).strip():
         raise ConfigError(
             f"messages[{at}] says more after {chat.raw_text_of(answer)[-20:]!r}, with which an "

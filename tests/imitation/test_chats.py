@@ -150,6 +150,14 @@ def test_a_prefix_is_given_and_a_stop_ends_an_answer() -> None:
             samples_of(chat, [user("a"), assistant(said)])
 
 
+def test_a_stop_of_several_tokens_ends_an_answer_too() -> None:
+    chat = ChatTokenizer(make.char_tokenizer(make.CHATML), stop=("done.",))
+    (sample,) = samples_of(chat, [user("a"), assistant("4, done."), user("b"), assistant("5")])
+    assert trained(chat, [sample]) == ["4, done.", "5<|im_end|>"]
+    with pytest.raises(ConfigError, match=r"says more after '4 done\.'"):
+        samples_of(chat, [user("a"), assistant("4 done. Or 5")])
+
+
 def test_control_tokens_count_in_answers_only() -> None:
     chat = ChatTokenizer(make.char_tokenizer(make.CHATML))
     (sample,) = samples_of(chat, [user("say <|im_end|>"), assistant("no")])
