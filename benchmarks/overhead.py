@@ -115,7 +115,7 @@ def alternative(iterations: int) -> list[float]:
     def iteration(number: int) -> str:
         last: str | None = None
         for name, each in STAGES.items():
-            if not each.optional:
+            if not (each.optional or each.imitates):
                 last = stage.submit(name, number, last).result()
         return last or ""
 

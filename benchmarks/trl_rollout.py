@@ -13,7 +13,8 @@ import torch
 from transformers import DynamicCache
 
 from earl_core.environments.base import Environment
-from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.conversation import Conversation
 
 
 class Player:

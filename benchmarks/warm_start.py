@@ -73,7 +73,12 @@ def measured(seed: int, scratch: Path, options: argparse.Namespace) -> list[Row]
         f"evaluation={{every: {options.every}, episodes: {EPISODES}}}",
         "update.learning_rate=1e-3",
     ]
-    told = {"data": str(games), "iterations": options.imitating, "learning_rate": 2e-3}
+    told = {
+        "data": str(games),
+        "iterations": options.imitating,
+        "minibatches": 16,
+        "learning_rate": 2e-3,
+    }
     first = options.imitating
     warm = [*common, f"imitation={json.dumps(told)}", f"iterations={first + options.most}"]
     cold = [*common, f"iterations={options.most}"]
@@ -108,7 +113,7 @@ def trained(name: str, overrides: list[str], first: int) -> tuple[Row, int]:
                 begun = {"legal moves": legal_share(metrics), "wins before": wins}
             print(f"{name}: {last} iterations, {wins:.1%} wins", file=sys.stderr, flush=True)
             if wins >= WINS:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)
                 break
         process.wait()
     return begun, max(1, last - first)

@@ -1,7 +1,8 @@
-"""Settings of all property tests, and environment variables that no module leaves to others."""
+"""Settings of all tests and of their process, the order of files, and what is left to no other."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first."""
     place = {f"tests/{name}.py": number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: place.get(item.location[0], len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage passes over what the imports of all files have made: objects whose
+    visit took 0.4 seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

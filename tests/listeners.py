@@ -140,3 +140,15 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except OSError:
         return ""
+
+
+def check(heard: dict[Listener, str], *owners: str) -> None:
+    """No socket is open beyond this machine, and none without a password but those of torch and
+    vLLM. owners: some of each were heard of."""
+    assert {listener for listener in heard if not listener.on_loopback} == set()
+    assert {listener for listener in heard if listener.kind != "tcp"} == set()
+    for listener, answer in heard.items():
+        # `docs/security.md` names those that want no password.
+        assert owner(listener) in ("torch", "vllm") or " 401 " in answer, (listener, answer)
+    # Otherwise nothing was looked at.
+    assert set(owners) <= {owner(listener) for listener in heard}

@@ -8,7 +8,6 @@ is started by `subprocess`.
 
 `python -m tests.warm PID FD MODULE...`: imports the modules; then, while the process PID lives,
 which is its parent, each request on the socket FD forks a process.
-`python tests/warm.py -m ADDRESS MODULE ARGUMENTS`: see `command`.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,8 +54,14 @@ LEARNER = _RANK_MODULES[-1:]
 ALL = (*CONTROLLER, *_RANK_MODULES)
 """What a controller imports whose ranks are in its own process."""
 
+COMMAND = ("flows.cli.app", "flows.cli.training", "flows.cli.doctor", "flows.cli.environments")
+"""What commands import before they know what they do, for `run`."""
+
 _OWN = ("EARL_", "XDG_STATE_HOME", "PYTEST_")
 """Variables that imports do not read: they may differ from those of the process forked from."""
+
+_SERVERS = ("PREFECT_", "MLFLOW_")
+"""Variables that imports of `COMMAND` do not read either."""
 
 
 class Started:
@@ -124,8 +130,11 @@ def _importing(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...
 _numbers = itertools.count()
 
 
-def _read_by_imports(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(pair for pair in environment.items() if not pair[0].startswith(_OWN)))
+def _read_by_imports(
+    environment: Mapping[str, str], besides: tuple[str, ...] = ()
+) -> tuple[tuple[str, str], ...]:
+    not_read = _OWN + besides
+    return tuple(sorted(pair for pair in environment.items() if not pair[0].startswith(not_read)))
 
 
 def _ranks() -> str:
@@ -133,9 +142,46 @@ def _ranks() -> str:
     return _importing(_RANK_MODULES, _read_by_imports(fork_server._environment()))
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """`python -m MODULE ARGUMENTS` that imports its own, for whom only ranks are forked here."""
-    return [sys.executable, "-P", str(Path(__file__)), "-m", _ranks(), module, *arguments]
+def run(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path,
+    text: str,
+    timeout: float,
+    ranks: bool,
+) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ARGUMENTS` to its end, for a module that imports `COMMAND`.
+
+    text: its standard input. ranks: it may start some. Raises `subprocess.TimeoutExpired` after
+    timeout seconds, the process killed.
+    """
+    request = {
+        "module": module,
+        "arguments": list(arguments),
+        "environment": dict(environment),
+        "directory": str(directory),
+        "streams": [0, 1, 2],
+    }
+    if ranks:
+        request["ranks"] = _ranks()
+    address = _importing(COMMAND, _read_by_imports(environment, _SERVERS))
+    with ExitStack() as stack:
+        streams = [stack.enter_context(TemporaryFile("w+", encoding="utf-8")) for _ in range(3)]
+        streams[0].write(text)
+        streams[0].seek(0)
+        started = _ask(address, request, [stream.fileno() for stream in streams])
+        try:
+            code = started.wait(timeout)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+            raise
+        shown = []
+        for stream in streams[1:]:
+            stream.seek(0)
+            shown.append(stream.read())
+    return subprocess.CompletedProcess([module, *arguments], code, *shown)
 
 
 def start(
@@ -155,6 +201,7 @@ def start(
         "arguments": list(arguments),
         "environment": dict(environment),
         "directory": str(directory),
+        "streams": [1],
     }
     if CONTROLLER[0] in imports:
         request["ranks"] = _ranks()
@@ -209,10 +256,13 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    output, *others = descriptors
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    os.close(output)
+    streams = request["streams"]
+    given, others = descriptors[: len(streams)], descriptors[len(streams) :]
+    for stream, descriptor in zip(streams, given, strict=True):
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    if 2 not in streams:
+        os.dup2(1, 2)
     for descriptor in others:
         os.set_inheritable(descriptor, True)
     sys.argv = [request["module"], *request["arguments"], *map(str, others)]
@@ -265,6 +315,7 @@ def ranks_from(address: str) -> None:
             "arguments": [],
             "environment": options["env"],
             "directory": os.getcwd(),
+            "streams": [1],
             "parent": os.getpid(),
         }
         return _ask(address, request, [options["stdout"].fileno(), *options["pass_fds"]])
@@ -289,11 +340,4 @@ def main(tests: int, descriptor: int, modules: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "-m":
-        place, own, *sys.argv[1:] = sys.argv[2:]
-        # As with `python -m`: a project may have a folder `tests`, too.
-        sys.path.insert(0, os.getcwd())
-        ranks_from(place)
-        runpy.run_module(own, run_name="__main__", alter_sys=True)
-    else:
-        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

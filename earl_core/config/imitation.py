@@ -50,6 +50,12 @@ class ImitationConfig(Settings):
         description="Demonstrations of an iteration; null: as many as a rollout has episodes. They "
         "are taken in an order drawn from the seed, and once all are taken in another one.",
     )
+    minibatches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps of an imitating iteration, in one pass over its "
+        "demonstrations; null: update.minibatches. Imitation takes many small steps well.",
+    )
     learning_rate: float = Field(
         default=1e-5, gt=0, description="Learning rate of the imitating iterations, constant."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -50,6 +50,18 @@ class VllmConfig(Settings):
         default=None,
         description="Run the model without CUDA graphs and compilation: it starts sooner and "
         "decodes slower. None: on a CPU only.",
+    )
+
+
+class RequestsConfig(Settings):
+    """How the requests of agents are taken."""
+
+    constrained: Literal["free", "refuse"] = Field(
+        default="free",
+        description="Requests for answers of a form: a tool_choice that asks for a call, "
+        "response_format and its like. free: answers are sampled freely, frameworks ask again "
+        "where one lacks the form, and rollout/constrained_satisfied_share says how many have it. "
+        "refuse: such a request gets status 400.",
     )
 
 
@@ -113,12 +125,23 @@ class RolloutConfig(Settings):
         "trained on.",
     )
     stop: tuple[str, ...] = Field(
-        default=(), description="Stop strings of one token each, besides the end-of-turn tokens."
+        default=(),
+        description="Strings that end an answer, besides the end-of-turn tokens. They are sampled, "
+        "recorded and trained, and the answer's text keeps them.",
     )
     tool_format: ToolFormatName = Field(
         default="auto",
         description="Format in which the model writes tool calls. auto: that of its tokenizer or "
         "chat template; where neither knows tools, hermes, described in the system message.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="Variables that the chat template is told in every conversation, such as "
+        "{enable_thinking: false} for Qwen3; one that it does not read is refused. An agent's "
+        "request may give others.",
+    )
+    requests: RequestsConfig = Field(
+        default=RequestsConfig(), description="Requests of agents to the gateway."
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",

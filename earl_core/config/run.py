@@ -10,12 +10,10 @@ from typing import Any
 import xxhash
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from earl_core.algorithms.aggregation import AGGREGATIONS
-from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
+from earl_core.config.combinations import check_algorithm
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -214,61 +212,38 @@ class RunConfig(Settings):
                 f"imitation.iterations ({self.imitation.iterations}) exceeds iterations "
                 f"({self.iterations}), which counts them too: raise iterations"
             )
-        if self.update.minibatches > self.demonstrations:
+        steps = self.minibatches(0)
+        if steps > self.demonstrations:
             raise ValueError(
-                f"update.minibatches ({self.update.minibatches}) exceeds "
-                f"imitation.episodes_per_iteration ({self.demonstrations}): each minibatch needs "
-                "a demonstration of its own"
+                f"imitation.minibatches ({steps}) exceeds imitation.episodes_per_iteration "
+                f"({self.demonstrations}): each minibatch needs a demonstration of its own"
             )
         return self
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
-        algorithm, rollout = self.algorithm, self.rollout
-        estimator = ADVANTAGE_ESTIMATORS.checked(algorithm.advantage)
-        loss = POLICY_LOSSES.checked(algorithm.policy_loss)
+        rollout, update = self.rollout, self.update
         problem = self._needs_zero_advantage
-        if problem and self.update.zero_advantage == "skip":
+        if problem and update.zero_advantage == "skip":
             raise ValueError(
                 f"update.zero_advantage is `skip`, but {problem}, which gives samples without an "
                 "advantage a gradient: set it to `compute`, or leave it out"
             )
-        AGGREGATIONS.checked(algorithm.aggregation)
-        KL_ESTIMATORS.checked({"name": algorithm.kl.estimator})
-        if estimator is not None and estimator.needs_groups and rollout.group_size < 2:
-            raise ValueError(
-                f"algorithm.advantage {algorithm.advantage['name']!r} compares the episodes of a "
-                f"group, so rollout.group_size must be at least 2, not {rollout.group_size}; "
-                "`reinforce` and `reinforce_plus_plus` work with 1"
-            )
-        if loss is not None and loss.from_rollout and algorithm.importance_correction is not None:
-            raise ValueError(
-                f"algorithm.policy_loss {algorithm.policy_loss['name']!r} corrects for the "
-                "engine's log-probs itself, so algorithm.importance_correction would do it twice: "
-                "leave it out"
-            )
-        charged = any(self.penalty(label).coefficient for label in self.played)
-        if (algorithm.kl.placement == "none") == charged:
-            raise ValueError(
-                "algorithm.kl.placement and algorithm.kl.coefficient contradict each other: set "
-                "placement to `loss` or `reward` and a positive coefficient (of an environment's "
-                "own kl, too), or neither"
-            )
-        turn, microbatch = rollout.max_tokens_per_turn, self.update.max_tokens_per_microbatch
+        turn, microbatch = rollout.max_tokens_per_turn, update.max_tokens_per_microbatch
         if turn is not None and microbatch is not None and turn > microbatch:
             raise ValueError(
                 f"update.max_tokens_per_microbatch ({microbatch}) is smaller than "
                 f"rollout.max_tokens_per_turn ({turn}): raise the first, or leave it out"
             )
-        if self.update.minibatches > rollout.prompts_per_iteration:
+        if update.minibatches > rollout.prompts_per_iteration:
             raise ValueError(
-                f"update.minibatches ({self.update.minibatches}) exceeds "
+                f"update.minibatches ({update.minibatches}) exceeds "
                 f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
                 "needs a prompt of its own"
             )
-        corrected = algorithm.importance_correction is not None
-        # A loss of somebody's own that cannot be imported here is trusted.
-        self.schedule.check(self.iterations, corrected or loss is None or loss.from_rollout)
+        charged = any(self.penalty(label).coefficient for label in self.played)
+        corrected = check_algorithm(self.algorithm, rollout.group_size, charged)
+        self.schedule.check(self.iterations, corrected)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages)
@@ -357,6 +332,11 @@ class RunConfig(Settings):
         """Count the iterations before this one that played episodes."""
         imitating = 0 if self.imitation is None else self.imitation.iterations
         return max(0, iteration - imitating)
+
+    def minibatches(self, iteration: int) -> int:
+        """Optimizer steps of an epoch of an iteration's update."""
+        own = self.imitation.minibatches if self.imitation and self.imitates(iteration) else None
+        return own or self.update.minibatches
 
     @property
     def demonstrations(self) -> int:

@@ -35,6 +35,8 @@ _LATER = {
     "update.zero_advantage": None,
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,
+    "rollout.chat_template_kwargs": {},
+    "rollout.requests": {"constrained": "free"},
     "algorithm.importance_correction.low": 0.0,
     "algorithm.importance_correction.outside": "cut",
 }

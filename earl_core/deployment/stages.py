@@ -139,6 +139,8 @@ _PLAY = (
     "rollout.temperature",
     "rollout.answer_prefix",
     "rollout.stop",
+    "rollout.chat_template_kwargs",
+    "rollout.requests",
     "rollout.dtype",
 )
 """Settings of whatever is played, for training or to evaluate."""
@@ -247,6 +249,7 @@ STAGES: Mapping[str, Stage] = {
                 "update.minibatches",
                 "imitation.iterations",
                 "imitation.learning_rate",
+                "imitation.minibatches",
             ),
             makes="state",
         ),

@@ -12,7 +12,8 @@ from typing import Any
 from earl_core.environments.adapters.data_set import DataSet
 from earl_core.environments.base import Message
 from earl_core.imitation.messages import read_messages, read_tools
-from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan, anchor_of

@@ -1,16 +1,20 @@
-"""The objective of iterations that imitate: cross entropy to the tokens of demonstrations."""
+"""What an iteration's update is to do: with demonstrations, lower the cross entropy to them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from earl_core.algorithms.objective import MicrobatchLoss
 from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.imitation import ImitationConfig
+from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.samples import Minibatch
 from earl_core.learner.microbatches import Algorithm, Evaluated, FedMicrobatch
+from earl_core.learner.state.optimizer import learning_rate
 
 
 class Imitation(Algorithm):
@@ -40,3 +44,31 @@ class Imitation(Algorithm):
         metrics = {} if entropy is None else {"entropy": entropy.detach().float().sum() / count}
         result = MicrobatchLoss(-logprobs.float().sum() / count, metrics)
         return Evaluated(result, logprobs.detach(), None, None)
+
+
+class Aim(NamedTuple):
+    """An update's objective and learning rate, its epochs and the optimizer steps of each."""
+
+    algorithm: Algorithm
+    learning_rate: float
+    epochs: int
+    minibatches: int
+
+
+def aim_of(
+    iteration: int,
+    iterations: int,
+    update: UpdateConfig,
+    algorithm: Algorithm,
+    imitation: ImitationConfig | None,
+) -> Aim:
+    """What the update of an iteration, of so many, is to do.
+
+    algorithm: of the iterations that play, whose schedule counts them alone.
+    """
+    first = 0 if imitation is None else imitation.iterations
+    if imitation is not None and iteration < first:
+        steps = imitation.minibatches or update.minibatches
+        return Aim(Imitation(), imitation.learning_rate, 1, steps)
+    rate = learning_rate(update, iteration - first, iterations - first)
+    return Aim(algorithm, rate, update.epochs, update.minibatches)

@@ -21,10 +21,10 @@ from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
-from earl_core.learner.data.samples import Minibatch, episodes_on_several, sample_table, split_table
+from earl_core.learner.data.samples import Minibatch, gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
 from earl_core.learner.deterministic import choose_algorithms
-from earl_core.learner.imitation import Imitation
+from earl_core.learner.imitation import aim_of
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
 from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
@@ -37,7 +37,7 @@ from earl_core.learner.state.checkpoint import (
     try_training_state,
     write_training_state,
 )
-from earl_core.learner.state.optimizer import PolicyOptimizer, learning_rate
+from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.model_directory import load_tokenizer
 from earl_core.system.memory import keep_freed_memory
@@ -215,18 +215,19 @@ class PolicyLearner:
         Raises ValueError when a column that the algorithm needs is missing, and
         UpdateRefused, on all ranks, before a step that would destroy the weights.
         """
-        config = self.config
-        algorithm, rate = self._aim(iteration)
-        algorithm.check_columns(samples, config.epochs * config.minibatches)
+        aim = aim_of(iteration, self.iterations, self.config, self._algorithm, self._imitation)
+        algorithm = aim.algorithm
+        algorithm.check_columns(samples, aim.epochs * aim.minibatches)
         memory.reset_peak()
-        self.optimizer.learning_rate = rate
+        self.optimizer.learning_rate = aim.learning_rate
         skipped = skipped or Skipped()
-        metrics = UpdateMetrics(rate)
-        table, own = self._table(samples, skipped, algorithm)
+        metrics = UpdateMetrics(aim.learning_rate)
+        whole = algorithm.whole_episodes
+        table, own = gathered_table(self._ranks, samples, skipped.table, whole)
         steps = 0
-        for epoch in range(config.epochs):
+        for epoch in range(aim.epochs):
             minibatches = split_table(
-                table, own, config.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
+                table, own, aim.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
                 skipped=len(skipped.table),
             )  # fmt: skip
             plans = [self._plan(samples, each.rows, algorithm) for each in minibatches]
@@ -242,7 +243,7 @@ class PolicyLearner:
                 if on_step is not None:
                     on_step(steps)
                 steps += 1
-        return metrics.summary(self._ranks, memory.peak_bytes(), skipped, config.epochs)
+        return metrics.summary(self._ranks, memory.peak_bytes(), skipped, aim.epochs)
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Write a training state that `restore` takes; see `checkpoint.write_training_state`."""
@@ -268,30 +269,6 @@ class PolicyLearner:
     def whole_episodes(self) -> bool:
         """True when the losses of an episode's samples depend on each other."""
         return self._algorithm.whole_episodes
-
-    def _aim(self, iteration: int) -> tuple[Algorithm, float]:
-        """The objective of an iteration, and its learning rate. The schedule is that of the
-        iterations that do not imitate."""
-        imitation = self._imitation
-        if imitation is not None and iteration < imitation.iterations:
-            return Imitation(), imitation.learning_rate
-        first = 0 if imitation is None else imitation.iterations
-        rate = learning_rate(self.config, iteration - first, self.iterations - first)
-        return self._algorithm, rate
-
-    def _table(
-        self, samples: Sequence[TrainingSample], skipped: Skipped, algorithm: Algorithm
-    ) -> tuple[np.ndarray, range]:
-        """Gather the table that decides the minibatches, of all ranks' samples and then of the
-        skipped ones, and the range of this rank's rows."""
-        parts = self._ranks.gather_rows(sample_table(samples))
-        if algorithm.whole_episodes and (torn := episodes_on_several(parts)):
-            raise ValueError(
-                f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
-                "samples of an episode together: deal whole episodes or groups to the ranks."
-            )
-        first = sum(map(len, parts[: self._ranks.rank]))
-        return np.concatenate([*parts, skipped.table]), range(first, first + len(samples))
 
     def _plan(
         self, samples: Sequence[TrainingSample], rows: Sequence[int], algorithm: Algorithm

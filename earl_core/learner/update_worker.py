@@ -202,7 +202,7 @@ class LearnerWorker(ModelWorker):
             if self._manifests(manifests)[-1].shards:
                 skipped = self._skipped(manifests, iteration, link_bytes)
                 split = by_minibatch(
-                    self._config.update.minibatches,
+                    self._config.minibatches(iteration),
                     seed=self._config.seed,
                     iteration=iteration,
                     skipped=skipped.table,

@@ -34,6 +34,7 @@ def load_chat_tokenizer(config: RunConfig) -> ChatTokenizer:
         rollout.tool_format,
         named_ends(directory, {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}),
         rows,
+        rollout.chat_template_kwargs,
     )
 
 

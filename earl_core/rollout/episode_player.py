@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from earl_core.environments.base import Message, StepResult
-from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Answer, Tools
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.errors import ContextOverflow
@@ -28,7 +29,8 @@ class PlaySettings:
     max_live_episodes: episodes that are in play at the same time. positions: the model's own
     position range, the only one that ends an episode; None: that of the engine. call_seconds: how
     long an agent waits for an answer. episode_seconds: how long an episode of the built-in loop
-    takes.
+    takes. constrained: how agents' requests for answers of a form are taken, as `rollout.requests`
+    has it.
     """
 
     max_turns: int
@@ -41,6 +43,7 @@ class PlaySettings:
     positions: int | None = None
     call_seconds: float | None = None
     episode_seconds: float | None = None
+    constrained: str = "free"
 
 
 def check_overflow(tokens: int, max_model_len: int, positions: int | None) -> None:
@@ -124,6 +127,7 @@ class EpisodePlayer:
             temperature=self._settings.temperature,
             seed=derive_seed(self.spec.seed, "draw", self._turn),
             stop_token_ids=self._chat.stop_token_ids,
+            ends=self._chat.ends,
         )
 
     def answer(self, completion: Completion) -> Answer | None:

@@ -16,7 +16,9 @@ class RolloutLoad:
 
     Waits are summed over episodes: a lockstep turn of n episodes that takes s seconds counts
     n * s, so that shares mean the same under both schedules. Tool errors: calls not read, refused
-    or raising. Calls timed out: of agents to the gateway. Opponent tokens: of the generated ones,
+    or raising. Calls timed out: of agents to the gateway. Constrained: calls that ask for
+    answers of a form, and answers that have it. Answers from elsewhere: that agents go on after and
+    have not asked for, but others have. Opponent tokens: of the generated ones,
     those that are not trained on because the policy said them as its own opponent.
     """
 
@@ -31,6 +33,9 @@ class RolloutLoad:
     tool_errors: int = 0
     episodes_retried: int = 0
     calls_timed_out: int = 0
+    constrained_calls: int = 0
+    constrained_satisfied: int = 0
+    answers_from_elsewhere: int = 0
     opponent_calls: int = 0
     opponent_tokens: int = 0
     request_seconds: float = 0.0

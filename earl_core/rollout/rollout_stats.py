@@ -232,9 +232,17 @@ def _load_metrics(tally: RolloutStats) -> dict[str, float]:
             "tool_errors": float(load.tool_errors),
             "tool_seconds": load.tool_share * load.seconds,
         }
-    for name in ("calls_timed_out", "opponent_calls", "opponent_tokens"):
+    for name in (
+        "calls_timed_out",
+        "answers_from_elsewhere",
+        "constrained_calls",
+        "opponent_calls",
+        "opponent_tokens",
+    ):
         if count := getattr(load, name):
             rare[name] = float(count)
+    if load.constrained_calls:
+        rare["constrained_satisfied_share"] = load.constrained_satisfied / load.constrained_calls
     return rare | {
         "episodes_failed": float(tally.failed),
         "episodes_retried": float(load.episodes_retried),

@@ -177,6 +177,7 @@ class RolloutWorker(EngineWorker):
             temperature=settings.temperature,
             seed=seed,
             stop_token_ids=chat.stop_token_ids,
+            ends=chat.ends,
         )
         (completion,) = await engine.generate([request])
         engine.finish([seed])
@@ -257,8 +258,8 @@ class RolloutWorker(EngineWorker):
             temperature=rollout.temperature if temperature is None else temperature,
             max_failed_share=rollout.max_failed_share,
             episodes=episodes,
-            # Twice as many as decode at a time: while half of them wait for their environments
-            # the engine stays full, and the prefix cache still holds every live conversation.
+            # While half wait for environments the engine is full, and the prefix cache holds all.
             max_live_episodes=running if lockstep else 2 * running,
             positions=self._positions,
+            constrained=rollout.requests.constrained,
         )

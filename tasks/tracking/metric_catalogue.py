@@ -96,6 +96,13 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
     ("rollout/tool_errors", f"{HEALTH}/tool_errors", "calls", "Tool calls that failed"),
     ("rollout/calls_timed_out", f"{HEALTH}/calls_timed_out", "calls",
      "Calls of agents that waited too long for an answer"),
+    ("rollout/answers_from_elsewhere", f"{HEALTH}/answers_from_elsewhere", "calls",
+     "Calls after an answer that the agent never asked for, and another episode did: its client "
+     "caches answers"),
+    ("rollout/constrained_calls", f"{HEALTH}/constrained_calls", "calls",
+     "Calls that asked for an answer of a form (a tool call, JSON, a schema)"),
+    ("rollout/constrained_satisfied_share", f"{HEALTH}/constrained_satisfied_share", "",
+     "Of these calls, the share whose answers had the form"),
     ("rollout/replicas_lost", f"{HEALTH}/engines_lost", "engines", "Engines that died"),
     ("recovery/stages_repeated", f"{HEALTH}/stages_repeated", "stages",
      "Stages repeated, because ranks died or missed a deadline"),

@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -57,6 +58,7 @@ def refused() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_they_load_and_the_selectors_runs_and_saves(tmp_path: Path) -> None:
     names = [f"benchmarks.gpu.{each.stem}" for each in (ROOT / "benchmarks/gpu").glob("[a-z]*.py")]
     assert {"prefect", "mlflow"} <= set(refused())

@@ -37,7 +37,7 @@ TINY = {
 """A model of some thousand parameters; one iteration takes a moment."""
 
 WITH_RANKS = ("train", "resume", "evaluate", "play")
-"""Commands that start worker groups; `Earl.start` has them below its process, where tests look."""
+"""Commands that start worker groups."""
 
 
 @pytest.fixture
@@ -49,7 +49,11 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Earl:
-    """Runs `earl` in a directory of its own, without touching the caller's environment."""
+    """Runs `earl` in a directory of its own, without touching the caller's environment.
+
+    `run` has it and its ranks forked from processes that have imported; `start` starts it as people
+    do, with its ranks below its process, where tests look.
+    """
 
     def __init__(self, directory: Path, shared_memory: Path) -> None:
         self.directory = directory
@@ -76,16 +80,9 @@ class Earl:
     def run(
         self, *arguments: str, text: str = "", timeout: float = 240.0
     ) -> subprocess.CompletedProcess[str]:
+        where = self.environment, self.directory
         ranks = arguments[0] in WITH_RANKS
-        return subprocess.run(
-            warm.command("flows.cli", *arguments) if ranks else self.command(*arguments),
-            cwd=self.directory,
-            env=self.environment,
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        return warm.run("flows.cli", arguments, *where, text, timeout, ranks)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -18,6 +18,7 @@ from openai import AuthenticationError, OpenAI
 from earl_core.run.record import read_lines
 from earl_core.run.run_stores import list_stores
 from tests.cli.conftest import CONFIG, Earl
+from tests.listeners import Listener, check
 
 Done = subprocess.CompletedProcess[str]
 
@@ -45,6 +46,12 @@ def test_nothing_stays_in_shared_memory(earl: Earl, finished_run: Done) -> None:
     done = earl.directory / "runs" / "done"
     assert [s for s in list_stores(earl.shared_memory) if s.run_directory == done] == []
     assert list((done / "prefect_results").glob("*")) == [], "a checkpoint covers all stages"
+
+
+def test_a_run_with_two_ranks_listens_where_only_it_may_connect(
+    finished_run: Done, heard: dict[Listener, str]
+) -> None:
+    check(heard, "torch", "other")
 
 
 def test_evaluate_repeats_the_evaluation_of_the_run(earl: Earl, finished_run: Done) -> None:
@@ -155,8 +162,14 @@ def test_ctrl_c_says_how_to_continue_and_resume_continues(earl: Earl) -> None:
     assert played.count("started") == 1, "what was finished is not repeated"
 
 
-def test_nothing_survives_sigkill(fresh_earl: Earl) -> None:
-    settings = fresh_earl.settings(iterations="500", evaluation__every="0")
+@pytest.fixture
+def model(earl: Earl, finished_run: Done) -> dict[str, str]:
+    """Settings of a model that is there, for runs in a directory of their own."""
+    return {"model__path": str(earl.directory / "model"), "model__builder": "null"}
+
+
+def test_nothing_survives_sigkill(fresh_earl: Earl, model: dict[str, str]) -> None:
+    settings = fresh_earl.settings(iterations="500", evaluation__every="0", **model)
     process = fresh_earl.start("train", str(CONFIG), "--name", "killed", *settings)
     _, children = _read_until(process, "iteration 0: rollout started")
     assert any(map(_is_prefect, children)), children
@@ -165,8 +178,10 @@ def test_nothing_survives_sigkill(fresh_earl: Earl) -> None:
     _assert_gone(children)
 
 
-def test_a_lost_prefect_server_ends_the_run_with_one_sentence(fresh_earl: Earl) -> None:
-    settings = fresh_earl.settings(iterations="500", evaluation__every="0")
+def test_a_lost_prefect_server_ends_the_run_with_one_sentence(
+    fresh_earl: Earl, model: dict[str, str]
+) -> None:
+    settings = fresh_earl.settings(iterations="500", evaluation__every="0", **model)
     process = fresh_earl.start("train", str(CONFIG), "--name", "alone", *settings)
     _, children = _read_until(process, "iteration 0: rollout started")
     for child in filter(_is_prefect, children):

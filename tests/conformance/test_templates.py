@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from tests.conformance.templates import PUBLISHED, tokenizer_of
 

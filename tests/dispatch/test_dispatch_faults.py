@@ -24,7 +24,6 @@ from earl_core.run.record import read_lines
 from tests.dispatch.soak import WORKERS, Board, Moment, config_in, control, produce, values_of
 from tests.dispatch.spilled import UID
 
-KILLS = 200
 _PATIENCE = 60.0
 
 
@@ -86,7 +85,8 @@ def make_soak(tmp_path: Path) -> tuple[Path, Board]:
 
 
 @pytest.mark.slow
-def test_two_hundred_kills_leave_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [80, pytest.param(200, marks=pytest.mark.campaign)])
+def test_kills_at_any_moment_leave_nothing_behind(kills: int, tmp_path: Path) -> None:
     shared, board = make_soak(tmp_path)
     config = config_in(tmp_path, shared)
     context = multiprocessing.get_context("fork")
@@ -97,7 +97,7 @@ def test_two_hundred_kills_leave_nothing_behind(tmp_path: Path) -> None:
     controller.start()
     try:
         stuck = time.monotonic() + 600
-        while victims.count < KILLS:
+        while victims.count < kills:
             assert time.monotonic() < stuck, "the run got stuck"
             seen |= set(board.pids)
             if victims.kill() or not controller.is_alive():

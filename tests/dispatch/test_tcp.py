@@ -202,7 +202,7 @@ def test_a_full_backlog_times_out(entry: ShardEntry) -> None:
             one.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.binary(min_size=1, max_size=400), st.booleans())
 def test_garbage_from_a_server_is_an_error(garbage: bytes, welcomed: bool) -> None:
     def babble(client: socket.socket) -> None:

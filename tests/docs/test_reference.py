@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from docs.site import configuration
+from docs.site import configuration, gateway_fields
 from flows import api
 from tests.docs.pages import DOCS
 
@@ -32,6 +32,11 @@ def test_explanations_stand_by_themselves() -> None:
 def test_the_page_is_in_step() -> None:
     told = "run `python docs/site/configuration.py`"
     assert configuration.PAGE.read_text() == configuration.page(), told
+
+
+def test_the_page_of_requests_is_in_step() -> None:
+    told = "run `python docs/site/gateway_fields.py`"
+    assert gateway_fields.PAGE.read_text() == gateway_fields.page(), told
 
 
 def test_the_public_names_are_those_of_the_page() -> None:

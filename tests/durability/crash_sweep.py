@@ -1,8 +1,9 @@
-"""`python -m tests.durability.crash_sweep KIND [EVERY]`: a life with each I/O call failing.
+"""`python -m tests.durability.crash_sweep KIND=EVERY...`: lives with each I/O call failing.
 
 For every call of a whole life: a process lives until that call and is killed there, or the call
 fails; another process opens the run, finds all that was acknowledged and lives on. Its weights, the
-metrics and the files left must be those of a life without a fault. Prints one line of JSON.
+metrics and the files left must be those of a life without a fault. One in EVERY calls fails. Prints
+one line of JSON: what was found, by kind.
 """
 
 from __future__ import annotations
@@ -56,20 +57,25 @@ class SweepFailed(AssertionError):
     """A life that did not go on as it should have."""
 
 
-def main(kind: str, every: int) -> None:
-    """Sweep one kind of fault in a directory of its own in shared memory."""
+def main(wanted: dict[str, int]) -> None:
+    """Sweep kinds of faults, one in so many calls, in a directory of its own in shared memory."""
     scratch = Path(tempfile.mkdtemp(prefix="earl-sweep-", dir="/dev/shm"))
     try:
-        print(json.dumps(sweep(kind, every, scratch)))
+        warm(scratch)
+        life = _undisturbed(scratch)
+        print(
+            json.dumps({kind: sweep(kind, every, scratch, *life) for kind, every in wanted.items()})
+        )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def sweep(kind: str, every: int, scratch: Path) -> dict[str, Any]:
-    """Fail every call once, or one in `every`; how many there were and how the lives ended."""
+def sweep(kind: str, every: int, scratch: Path, calls: list[str], expected: str) -> dict[str, Any]:
+    """Fail one in `every` calls; how many there were and how the lives ended.
+
+    calls, expected: names of an undisturbed life's calls, and the weights that it ends with.
+    """
     started, ends = time.monotonic(), dict[str, int]()
-    warm(scratch)
-    calls, expected = _undisturbed(scratch)
     which = KINDS[kind]
     numbers = [number for number, name in enumerate(calls) if which is None or name in which]
     for number in numbers[::every]:
@@ -79,9 +85,7 @@ def sweep(kind: str, every: int, scratch: Path) -> dict[str, Any]:
             raise SweepFailed(f"call {number} was {name!r}, not {calls[number]!r}: lives differ")
     seconds = round(time.monotonic() - started, 1)
     failed = sum(ends.values())
-    return {
-        "kind": kind, "calls": len(calls), "failed": failed, "ends": ends, "seconds": seconds
-    }  # fmt: skip
+    return {"calls": len(calls), "failed": failed, "ends": ends, "seconds": seconds}
 
 
 def import_ahead() -> None:
@@ -245,4 +249,5 @@ def _answer(child: int, out: int, seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(*sys.argv[2:3] or [1]))
+    pairs = (argument.partition("=") for argument in sys.argv[1:])
+    main({kind: int(every or 1) for kind, _, every in pairs})

@@ -1,4 +1,4 @@
-"""`python -m tests.durability.power_cuts`: the power fails at any write of a run's life.
+"""`python -m tests.durability.power_cuts DRAWS [EVERY]`: the power fails at writes of a run's life.
 
 What no sync has reached is gone, or a part of it, and shared memory is. Whatever is left must open,
 with the metrics of all that is STABLE, and end with the weights of an undisturbed life.
@@ -122,8 +122,8 @@ def record(root: Path, draws: int) -> list[tuple[Tree, list[str]]]:
     return list(found.values())
 
 
-def main(draws: int) -> None:
-    """Record a life, then live on from everything that a power cut may leave of it."""
+def main(draws: int, every: int) -> None:
+    """Record a life, then live on from all that a power cut may leave of it, or one in `every`."""
     scratch = Path(tempfile.mkdtemp(prefix="earl-power-", dir="/dev/shm"))
     root, states = scratch / "root", scratch / "states"
     try:
@@ -131,7 +131,7 @@ def main(draws: int) -> None:
         warm(scratch)
         weights = in_child(lambda: live(life_config(scratch / "other")))
         in_child(lambda: str(states.write_text(json.dumps(_texts(record(root, draws))))))
-        cuts = json.loads(states.read_text())
+        cuts = json.loads(states.read_text())[::every]
         for number, (tree, told) in enumerate(cuts):
             shutil.rmtree(root)
             root.mkdir()
@@ -159,4 +159,4 @@ def _texts(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(*sys.argv[2:3] or [1]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.durability.test_crashes import run
 
 
-def test_an_edited_run_is_refused_in_a_sentence_or_ends_with_equal_weights() -> None:
-    ends = run("tests.durability.edits", "--edits", "200", "--seed", "3")["ends"]
-    assert sum(ends.values()) == 200
+@pytest.mark.parametrize("edits", [100, pytest.param(400, marks=pytest.mark.campaign)])
+def test_an_edited_run_is_refused_in_a_sentence_or_ends_with_equal_weights(edits: int) -> None:
+    ends = run("tests.durability.edits", "--edits", str(edits), "--seed", "3")["ends"]
+    assert sum(ends.values()) == edits
     # Both outcomes must occur, or the edits do not reach what they should.
-    assert ends["equal"] > 50
-    assert ends["refused"] > 5
+    assert ends["equal"] > edits // 4
+    assert ends["refused"] > edits // 40

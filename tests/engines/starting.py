@@ -13,10 +13,10 @@ from earl_core.rollout.engines.torch_engine import TorchEngine
 from tests.engines.driver import Driver
 
 _VLLM_MISSING = importlib.util.find_spec("vllm") is None
-ENGINES = [
-    "torch",
-    pytest.param("vllm", marks=pytest.mark.skipif(_VLLM_MISSING, reason="vllm is not installed")),
-]
+_VLLM = pytest.mark.skipif(_VLLM_MISSING, reason="vllm is not installed")
+ENGINES = ["torch", pytest.param("vllm", marks=_VLLM)]
+VLLM_SLOWLY = ["torch", pytest.param("vllm", marks=[_VLLM, pytest.mark.slow])]
+"""An engine of vLLM takes half a minute of a core to start."""
 
 
 def start(

@@ -108,6 +108,28 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it(driver: Driver) -> None:
     assert free.finish_reason == "length"
 
 
+def test_what_ends_an_answer_beside_tokens_is_asked_of_each(driver: Driver) -> None:
+    """Tokens after the one that ends it are of no answer, also where more were sampled."""
+    free = _batch(driver, max_tokens=20)
+
+    def ends(tokens: Sequence[int], seen: int) -> int | None:
+        """The second odd token."""
+        odd = [at for at, token in enumerate(tokens) if token % 2]
+        return odd[1] + 1 if len(odd) > 1 else None
+
+    ended = _batch(driver, max_tokens=20, ends=ends)
+    for whole, answer in zip(free, ended, strict=True):
+        count = ends(whole.tokens, 0)
+        assert answer.tokens == whole.tokens[:count]
+        assert answer.finish_reason == ("length" if count is None else "stop")
+        assert answer.spans[-1].end == len(answer.tokens)
+        np.testing.assert_allclose(answer.logprobs, whole.logprobs[:count], atol=1e-4)
+    assert len({len(answer.tokens) for answer in ended}) > 1
+    # The engine goes on, with the same sequence too.
+    again = driver.answer([*PROMPTS[0], *ended[0].tokens, 5], max_tokens=4)
+    assert len(again.tokens) == 4
+
+
 def test_only_given_tokens_stop(driver: Driver) -> None:
     """The model's own end-of-sequence token (2) is a token like any other unless it is given."""
     answers = [

@@ -69,6 +69,7 @@ def scratch() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.slow
 def test_an_update_equals_a_fresh_engine_and_a_killed_engine_is_lost(
     tmp_path: Path, scratch: Path
 ) -> None:

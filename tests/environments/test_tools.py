@@ -23,7 +23,10 @@ from earl_core.system.errors import ConfigError
 
 USER = "tests.environments.user_tools"
 SHOP = f"{USER}:Shop"
-FUNCTIONS = ("add", "raising", "slow", "stuck", "huge", "dying", "unprintable")
+FUNCTIONS = (
+    *("add", "raising", "slow", "stuck", "huge", "dying", "unprintable"),
+    *("decorated", "unwritable", "dozing"),
+)
 OWN = tuple(f"{USER}:{name}" for name in FUNCTIONS)
 
 
@@ -57,6 +60,12 @@ def in_pool(
     asyncio.run(run())
 
 
+async def opened(pool: EnvironmentPool, episode: int) -> int:
+    """An episode that has begun."""
+    await pool.reset(episode, 0, 0)
+    return episode
+
+
 def check(name: str, tools: list[str], mcp: list[dict[str, Any]] | None = None) -> None:
     """What a host does as it starts."""
     asyncio.run(toolbox(tools, mcp or [], 1.0, create(name)))
@@ -66,66 +75,66 @@ def texts(result: StepResult) -> list[str]:
     return [message["content"] for message in result.messages]
 
 
-def test_calls_of_a_turn_are_answered_in_their_order_and_faults_are_told() -> None:
+def test_calls_are_answered_in_their_order_and_faults_are_told() -> None:
     async def scenario(pool: EnvironmentPool) -> None:
-        await pool.reset(0, 0, 0)
-        result = await pool.use_tools(
-            0,
-            calling(
-                call("add", first=2, second=3),
-                call("slow", seconds=0.01),
-                call("calculator", expression="6 * 7"),
-                call("nothing"),
-                call("add", first=2),
-                call("add", first="2", second=3),
-                call("add", first=1, second=2, third=3),
-                call("raising"),
-                call("slow", seconds=60),
-            ),
-        )
-        assert texts(result) == [
-            "5",
-            "slept",
-            "42",
-            "Error: there is no tool 'nothing': use calculator, add, raising, slow, stuck, huge, "
-            "dying, unprintable, buy",
-            "Error: add cannot take these arguments: 'second' is a required property",
-            "Error: add cannot take these arguments: '2' is not of type 'integer' of first",
-            "Error: add has no argument third",
-            "Error: ValueError: out of order",
-            "Error: slow took over 0.5 s",
-        ]
-        assert result.info == {"tool_errors": 6}
-        assert (result.reward, result.done) == (0.0, False)
-        assert {message["role"] for message in result.messages} == {"tool"}
+        await faults_are_told(pool, await opened(pool, 0))
+        await odd_results_are_written(pool, await opened(pool, 1))
+        await what_is_returned_is_awaited_and_written(pool, await opened(pool, 2))
 
     in_pool(scenario)
 
 
-def test_ten_megabytes_and_what_cannot_be_encoded() -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
-        await pool.reset(0, 0, 0)
-        huge, odd = texts(await pool.use_tools(0, calling(call("huge"), call("unprintable"))))
-        assert huge.startswith("x" * OUTPUT_CHARACTERS)
-        assert huge.endswith("more characters are left out]")
-        assert len(huge) < OUTPUT_CHARACTERS + 100
-        assert odd == '{"text": "?"}'
+async def faults_are_told(pool: EnvironmentPool, episode: int) -> None:
+    result = await pool.use_tools(
+        episode,
+        calling(
+            call("add", first=2, second=3),
+            call("slow", seconds=0.01),
+            call("calculator", expression="6 * 7"),
+            call("nothing"),
+            call("add", first=2),
+            call("add", first="2", second=3),
+            call("add", first=1, second=2, third=3),
+            call("raising"),
+            call("slow", seconds=60),
+        ),
+    )
+    known = ", ".join(("calculator", *FUNCTIONS, "buy"))
+    assert texts(result) == [
+        "5",
+        "slept",
+        "42",
+        f"Error: there is no tool 'nothing': use {known}",
+        "Error: add cannot take these arguments: 'second' is a required property",
+        "Error: add cannot take these arguments: '2' is not of type 'integer' of first",
+        "Error: add has no argument third",
+        "Error: ValueError: out of order",
+        "Error: slow took over 0.5 s",
+    ]
+    assert result.info == {"tool_errors": 6}
+    assert (result.reward, result.done) == (0.0, False)
+    assert {message["role"] for message in result.messages} == {"tool"}
 
-    in_pool(scenario)
+
+async def odd_results_are_written(pool: EnvironmentPool, episode: int) -> None:
+    """Ten megabytes, and what cannot be encoded."""
+    said = calling(call("huge"), call("unprintable"))
+    huge, odd = texts(await pool.use_tools(episode, said))
+    assert huge.startswith("x" * OUTPUT_CHARACTERS)
+    assert huge.endswith("more characters are left out]")
+    assert len(huge) < OUTPUT_CHARACTERS + 100
+    assert odd == '{"text": "?"}'
 
 
-def test_what_a_function_returns_is_awaited_and_written_or_the_model_is_told() -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
-        await pool.reset(0, 0, 0)
-        calls = (call(name) for name in ("decorated", "unwritable", "dozing"))
-        result = await pool.use_tools(0, calling(*calls))
-        awaited, unwritten, dozed = texts(result)
-        assert awaited == "awaited"
-        assert unwritten.startswith("Error: TypeError: keys must be")
-        assert dozed == "Error: dozing took over 0.5 s"
-        assert result.info == {"tool_errors": 2}
-
-    in_pool(scenario, tools=tuple(f"{USER}:{n}" for n in ("decorated", "unwritable", "dozing")))
+async def what_is_returned_is_awaited_and_written(pool: EnvironmentPool, episode: int) -> None:
+    """Or the model is told."""
+    calls = (call(name) for name in ("decorated", "unwritable", "dozing"))
+    result = await pool.use_tools(episode, calling(*calls))
+    awaited, unwritten, dozed = texts(result)
+    assert awaited == "awaited"
+    assert unwritten.startswith("Error: TypeError: keys must be")
+    assert dozed == "Error: dozing took over 0.5 s"
+    assert result.info == {"tool_errors": 2}
 
 
 def test_methods_of_the_environment_are_tools_with_its_state() -> None:
@@ -142,16 +151,16 @@ def test_methods_of_the_environment_are_tools_with_its_state() -> None:
     in_pool(scenario, tools=("calculator",))
 
 
-@pytest.mark.parametrize(("name", "reason"), [("stuck", "timeout"), ("dying", "host_died")])
-def test_a_tool_that_never_returns_or_dies_costs_its_own_episode(name: str, reason: str) -> None:
+def test_a_tool_that_never_returns_or_dies_costs_its_own_episode() -> None:
     async def scenario(pool: EnvironmentPool) -> None:
-        for episode in (0, 1):
-            await pool.reset(episode, episode, 0)
+        await opened(pool, 1)
         await pool.use_tools(1, calling(call("buy", item="tea")))
-        with pytest.raises(EnvironmentFailed) as raised:
-            await pool.use_tools(0, calling(call(name)))
-        assert raised.value.reason == reason
-        # The other episode was replayed, its tool calls with it.
+        for episode, name, reason in ((2, "stuck", "timeout"), (3, "dying", "host_died")):
+            await opened(pool, episode)
+            with pytest.raises(EnvironmentFailed) as raised:
+                await pool.use_tools(episode, calling(call(name)))
+            assert raised.value.reason == reason
+        # The other episode was replayed each time, its tool calls with it.
         assert (await pool.step(1, "done")).info == {"bought": ["tea"], "told": 2}
 
     in_pool(scenario, step_timeout_seconds=1.0)
@@ -229,8 +238,11 @@ def test_bad_tools_are_refused_before_work_starts(tool: str, message: str) -> No
     with pytest.raises(ConfigError) as raised:
         check(SHOP, [tool])
     assert message in str(raised.value)
-    with pytest.raises(ConfigError):
-        in_pool(lambda pool: asyncio.sleep(0), tools=(tool,))
+
+
+def test_a_pool_with_a_bad_tool_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="there is no tool 'abacus'"):
+        in_pool(lambda pool: asyncio.sleep(0), tools=("abacus",))
 
 
 def test_two_tools_of_one_name_are_refused() -> None:

@@ -52,18 +52,20 @@ VALUES = {
 """What a resume may change, by the stage whose key or work it is in; two values each, in turn."""
 
 FAST = (
-    *(("update.after", stage) for stage in ("update", "rollout", "publish", "checkpoint")),
+    ("update.after", "rollout"),
     ("update.seal", "advantage"),
     ("publish.after", "update"),
     ("stable.before", "reference"),
-    ("rollout.after", "select"),
     ("stable.after", "environment"),
     # The last, because a change after it would reach back to the last STABLE checkpoint, and the
     # power loss leaves one that the calm run has not.
     ("update.after", "sparse"),
 )
-MANY = tuple(itertools.product(POINTS, [stage for stage in CHANGES if stage != "sparse"]))[::7]
-"""Every seventh of all pairs: every point and every change is in it."""
+MANY = (
+    *(("update.after", stage) for stage in ("update", "publish", "checkpoint", "select")),
+    *tuple(itertools.product(POINTS, [stage for stage in CHANGES if stage != "sparse"]))[::7],
+)
+"""Pairs beside those of `FAST`, and every seventh of all: every point and change is in it."""
 
 Step = dict[str, Any]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,8 @@ from earl_core.selector.profile.profile_table import (
 )
 from earl_core.system.memory import OutOfMemory
 from tasks.measure import fingerprint_of, profile_of
-from tests.flows.runs import REPOSITORY, Runs
+from tests import warm
+from tests.flows.runs import REPOSITORY, Process, Runs
 
 
 class Profiles:
@@ -47,44 +46,44 @@ class Profiles:
         }
         runs.config.write_text(yaml.safe_dump(config))
 
-    def start(self, fault: str = "") -> subprocess.Popen[str]:
-        core = min(os.sched_getaffinity(0))
+    def start(self, fault: str = "") -> Process:
         environment = {
             **self.runs.environment,
             "PYTHONPATH": str(REPOSITORY),
             "EARL_FAULT": fault,
             "NO_PROXY": "127.0.0.1",
         }
-        options = ["--minutes", "5", "--context", "64", "--plain"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "profile", str(self.runs.config), *options],
-            cwd=self.runs.directory,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        )
+        arguments = ["profile", str(self.runs.config), "--minutes", "5", "--context", "64"]
+        with self.runs.output_path(len(self.runs.started)).open("w") as output:
+            process = warm.start(
+                "tests.flows.one_core",
+                [*arguments, "--plain"],
+                environment,
+                self.runs.directory,
+                output.fileno(),
+            )
         self.runs.started.append(process)
         return process
 
+    def output(self) -> str:
+        """What the last process printed."""
+        return self.runs.output_path(len(self.runs.started) - 1).read_text()
+
     def finish(self, fault: str = "") -> str:
         """A profile to its end; what it printed."""
-        process = self.start(fault)
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output
-        return output
+        code = self.start(fault).wait(200)
+        assert code == 0, self.output()
+        return self.output()
 
     def table(self) -> ProfileTable:
         """What is in the file now."""
         files = list(self.directory.glob("*.parquet"))
         return read_table(self.directory, files[0].stem) if files else ProfileTable()
 
-    def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    def wait_for(self, condition: Callable[[], bool], process: Process) -> None:
         deadline = time.monotonic() + 120
         while not condition():
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None, self.output()
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -122,7 +121,7 @@ def test_a_killed_profile_goes_on_where_it_ended(profiles: Profiles) -> None:
     killed = profiles.start()
     profiles.wait_for(lambda: bool(profiles.table().points), killed)
     os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
+    killed.wait()
     profiles.runs.wait_for_workers_to_end()
     first = profiles.table()
     output = profiles.finish()
@@ -139,9 +138,9 @@ def test_an_interrupted_profile_ends_cleanly_and_keeps_what_it_has(profiles: Pro
     process = profiles.start()
     profiles.wait_for(lambda: bool(profiles.table().points), process)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGINT, output
-    assert "What was measured is kept" in output
+    code = process.wait(30)
+    assert code == 128 + signal.SIGINT, profiles.output()
+    assert "What was measured is kept" in profiles.output()
     assert profiles.table().points
     profiles.runs.wait_for_workers_to_end()
 

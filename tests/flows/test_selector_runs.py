@@ -109,7 +109,7 @@ def test_a_context_that_is_outgrown_is_rebuilt_and_nothing_is_cut(
     runs: Runs, undisturbed: Undisturbed
 ) -> None:
     """Under `fixed` too; checkpoints are evaluated with engines of the length that was reached."""
-    runs.train("rollout.max_model_len=16")
+    assert runs.train_here({"overrides": ["rollout.max_model_len=16"]}) == [None]
     (seen, *_) = observations(runs, "context_overflow")
     assert seen.deployment.max_model_len == 16
     length = plan(runs, 1)["rollout"].max_model_len or 0

@@ -1,17 +1,9 @@
-"""Four ranks that compare context parallelism with one process, for `test_context_parallel`.
-
-`python -m tests.learner.context_ranks DIRECTORY` starts them; each writes the largest difference
-of every case to `DIRECTORY/rank.json`. Torch is imported once, before the ranks part.
-"""
+"""Four ranks that compare context parallelism with one process, for `test_context_parallel`."""
 
 from __future__ import annotations
 
 import copy
-import json
 import os
-import signal
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -282,11 +274,13 @@ def contexts(rank: int) -> Iterator[ContextGroup]:
     yield ContextGroup(rank, RANKS, dist.group.WORLD)
 
 
-def work(rank: int, directory: Path) -> None:
+def compare(scratch: Path) -> Differences:
+    """Every case with two and with four ranks; {"c=size case": largest difference}."""
     torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{directory}/store",
+        init_method=f"file://{scratch}/store",
         rank=rank,
         world_size=RANKS,
         timeout=TIMEOUT,
@@ -296,34 +290,5 @@ def work(rank: int, directory: Path) -> None:
         for case in CASES:
             for name, difference in case(place).items():
                 found[f"c={place.size} {name}"] = difference
-    (directory / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def start(directory: Path) -> int:
-    """0, or 1 when a rank failed; the others are ended then."""
-    ranks = set()
-    for rank in range(RANKS):
-        child = os.fork()
-        if child == 0:
-            try:
-                work(rank, directory)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-        ranks.add(child)
-    failed = False
-    while ranks:
-        child, status = os.wait()
-        ranks.discard(child)
-        if status and not failed:
-            failed = True
-            for other in ranks:
-                os.kill(other, signal.SIGTERM)
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(start(Path(sys.argv[1])))
+    return found

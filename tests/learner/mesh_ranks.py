@@ -24,12 +24,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import build_shell
 from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
 from earl_core.tensors.slices import local_part, slices_of
-from tests.learner.cuts import meshes
+from tests.learner.cuts import mesh_of, meshes
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.test_policy_learner import make_learner
 from tests.learner.vocabulary_ranks import compare_vocabularies
@@ -296,19 +297,28 @@ def compare(scratch: Path) -> dict[str, float]:
     return found
 
 
+def compare_mixed_pairs(scratch: Path) -> dict[str, dict[str, float]]:
+    """As `compare_mixed`, for tensor ranks beside shards and beside context ranks."""
+    return _mixed(scratch, [mesh_of(1, 2, 1, 2), mesh_of(1, 1, 2, 2)])
+
+
 def compare_mixed(scratch: Path) -> dict[str, dict[str, float]]:
     """Meshes in bf16: how far gradients and scores are from one process's, of their norm; the same
     of one process's from float32's ("rounding"). By mesh, then by kind; `exact`: no sample and no
     matrix is shared.
     """
+    # The others of four ranks do as with two.
+    every = meshes(int(os.environ["WORLD_SIZE"]))
+    return _mixed(scratch, [each for each in every if max(each.axes) < 4 or each.shard == 4])
+
+
+def _mixed(scratch: Path, shapes: list[StageDeployment]) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     mixed, exact = (
         load_file(scratch.parent / f"{name}.safetensors") for name in ("mixed", "exact")
     )
     found = {}
-    for shape in meshes(int(os.environ["WORLD_SIZE"])):
-        if shape.ranks == 4 and max(shape.axes) == 4 and shape.shard == 1:
-            continue  # as with two
+    for shape in shapes:
         mesh = create_mesh(shape)
         learner = MIXED.learner(scratch.parent, mesh)
         assert {weight.dtype for weight in learner.named_weights().values()} == {torch.float32}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from earl_core.system.files import canonical_json
 from earl_core.tensors.errors import CheckpointError
 from earl_core.weights.load import tensor_files
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
+from tests.learner.launched import launch
 from tests.learner.slice_ranks import value_of
 from tests.learner.slice_results import RANKS, references, results
 from tests.learner.test_policy_learner import largest_difference, make_learner
@@ -40,41 +39,38 @@ def _iterations(learner: PolicyLearner, first: int, last: int) -> None:
     assert_learnt(norms, before, learner.named_weights())
 
 
-_CONTINUE = """
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from tests.learner.test_checkpoint import _iterations
-from tests.learner.test_policy_learner import make_learner
-model, state, result = map(Path, sys.argv[1:])
-learner = make_learner(model, minibatches=2, schedule="cosine", weight_decay=0.1)
-assert learner.restore(state) == {"policy_version": 2, "cursor": [1, 2]}
-_iterations(learner, 2, 4)
-learner.save(result, {"policy_version": 4})
-"""
+SETTINGS = {"minibatches": 2, "schedule": "cosine", "weight_decay": 0.1}
+KINDS = ("llama", "qwen2")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_new_process_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    base = save_model(kind, tmp_path / "model")
-    settings = {"minibatches": 2, "schedule": "cosine", "weight_decay": 0.1}
-    learner = make_learner(base, **settings)
-    _iterations(learner, 0, 2)
-    learner.save(tmp_path / "two", {"policy_version": 2, "cursor": [1, 2]})
-    _iterations(learner, 2, 4)
-    subprocess.run(
-        [sys.executable, "-c", _CONTINUE, base, tmp_path / "two", tmp_path / "four"],
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    resumed = make_learner(base, **settings)
-    assert resumed.restore(tmp_path / "four") == {"policy_version": 4}
-    assert largest_difference(learner, resumed) == 0.0
-    for name, _ in learner.named_parameters():
-        state, restored = learner.optimizer.state[name], resumed.optimizer.state[name]
-        assert state.keys() == restored.keys()
-        assert "exp_avg" in state
-        assert all(torch.equal(state[key], restored[key]) for key in state)
+def go_on(scratch: Path) -> None:
+    """In a process of its own: each model's state after two iterations, trained for two more."""
+    for kind in KINDS:
+        learner = make_learner(scratch / kind, **SETTINGS)
+        state = learner.restore(scratch / f"{kind}-two")
+        assert state == {"policy_version": 2, "cursor": [1, 2]}
+        _iterations(learner, 2, 4)
+        learner.save(scratch / f"{kind}-four", {"policy_version": 4})
+
+
+def test_a_new_process_continues_bit_for_bit(tmp_path: Path, one_thread: None) -> None:
+    learners = {}
+    for kind in KINDS:
+        learner = make_learner(save_model(kind, tmp_path / kind), **SETTINGS)
+        _iterations(learner, 0, 2)
+        learner.save(tmp_path / f"{kind}-two", {"policy_version": 2, "cursor": [1, 2]})
+        _iterations(learner, 2, 4)
+        learners[kind] = learner
+    launch(__name__, "go_on", 1, tmp_path)
+    for kind, learner in learners.items():
+        resumed = make_learner(tmp_path / kind, **SETTINGS)
+        assert resumed.restore(tmp_path / f"{kind}-four") == {"policy_version": 4}
+        assert largest_difference(learner, resumed) == 0.0
+        for name, _ in learner.named_parameters():
+            state, restored = learner.optimizer.state[name], resumed.optimizer.state[name]
+            assert state.keys() == restored.keys()
+            assert "exp_avg" in state
+            assert all(torch.equal(state[key], restored[key]) for key in state)
 
 
 def test_the_policy_directory_loads_with_stock_transformers(tmp_path: Path) -> None:

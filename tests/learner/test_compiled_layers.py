@@ -46,6 +46,7 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once(tmp_path: Path) ->
     assert all(not torch.equal(before[name], each) for name, each in weights_of(learner).items())
 
 
+@pytest.mark.slow
 def test_compiled_layers_on_two_ranks(tmp_path: Path) -> None:
     """Sharded and in bf16, then resharded to replicas."""
     save_model("qwen2", tmp_path / "model")

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,6 +25,7 @@ from earl_core.learner.data.packing import PrefixTree, TokenRun, build_tree, cut
 from earl_core.learner.microbatches import Feed
 from earl_core.learner.staging import Staging
 from tests.learner.helpers import random_samples
+from tests.learner.launched import launch
 from tests.learner.test_prefix_tree import branching
 
 CPU = torch.device("cpu")
@@ -266,23 +261,8 @@ def test_without_context_ranks_nothing_changes() -> None:
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """What each of four ranks found; see `context_ranks`."""
-    directory = tmp_path_factory.mktemp("ranks")
-    ranks = subprocess.Popen(
-        [sys.executable, "-m", "tests.learner.context_ranks", str(directory)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        _, errors = ranks.communicate(timeout=180)
-    except subprocess.TimeoutExpired:
-        os.killpg(ranks.pid, signal.SIGKILL)
-        _, errors = ranks.communicate()
-        pytest.fail(f"The ranks did not finish:\n{errors}")
-    assert ranks.returncode == 0, errors
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    scratch = tmp_path_factory.mktemp("ranks")
+    return launch("tests.learner.context_ranks", "compare", RANKS, scratch, 180.0)
 
 
 @pytest.mark.parametrize("kind", ["attention", "llama", "qwen2", "gpt2", "mistral"])

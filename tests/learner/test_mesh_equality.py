@@ -50,12 +50,19 @@ def test_every_mesh_equals_one_process(ranks: int, meshes: int, computed: Path) 
     check(ranks, computed, "compare", meshes)
 
 
-@pytest.mark.parametrize(("ranks", "meshes"), [(2, 4), (4, 7)])
+@pytest.mark.parametrize(
+    ("function", "ranks", "meshes"),
+    [
+        ("compare_mixed", 2, 4),
+        ("compare_mixed_pairs", 4, 2),
+        pytest.param("compare_mixed", 4, 7, marks=pytest.mark.campaign),
+    ],
+)
 def test_mixed_precision_on_every_mesh_equals_that_of_one_process(
-    ranks: int, meshes: int, computed: Path
+    function: str, ranks: int, meshes: int, computed: Path
 ) -> None:
-    scratch = computed / f"{ranks}_mixed"
-    for found in launch("tests.learner.mesh_ranks", "compare_mixed", ranks, scratch):
+    scratch = computed / f"{ranks}_{function}"
+    for found in launch("tests.learner.mesh_ranks", function, ranks, scratch):
         assert len(found) == meshes
         for mesh, distances in found.items():
             assert distances["gradient0 rounding"] > 1e-3, mesh

@@ -55,11 +55,15 @@ class ScriptedEngine:
         budget, exhausted = answer_budget(request, self.max_model_len)
         reason: EngineFinishReason = "stop" if len(tokens) <= budget else exhausted
         tokens = tokens[:budget]
-        return self._completion(tokens, reason)
+        return self._completion(request, tokens, reason)
 
-    def _completion(self, tokens: list[int], reason: EngineFinishReason) -> Completion:
+    def _completion(
+        self, request: GenerationRequest, tokens: list[int], reason: EngineFinishReason
+    ) -> Completion:
         spans = [VersionSpan(self.policy_version, 0, len(tokens))]
-        return Completion(tokens, [-0.5] * len(tokens), reason, spans)
+        completion = Completion(tokens, [-0.5] * len(tokens), reason, spans)
+        ended = request.ends(tokens, 0) if request.ends else None
+        return completion if ended is None else completion.ended_at(ended)
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
         self.cancelled.extend(sequence_ids)
@@ -132,4 +136,4 @@ class SayingEngine(ScriptedEngine):
         turn = self._turns.get(request.sequence_id, 0)
         self._turns[request.sequence_id] = turn + 1
         tokens = self._said(request.sequence_id, turn)
-        return self._completion(tokens, "stop")
+        return self._completion(request, tokens, "stop")

@@ -258,7 +258,7 @@ def test_a_template_that_rewrites_answers_begins_new_samples() -> None:
 
     class Thinking(ScriptedEngine):
         def _answer(self, request: Any) -> Any:
-            return self._completion([*chat.encode("<think>hm</think>\n\nd"), STOP], "stop")
+            return self._completion(request, [*chat.encode("<think>hm</think>\n\nd"), STOP], "stop")
 
     engine = Thinking(lambda i, _: 1, STOP)
     (episode,) = played(engine, ScriptedEnvironments(lambda i: 3), 1, chat=chat)

@@ -25,7 +25,8 @@ def answer(branches: Branches, prompt: Prompt, chance: random.Random) -> str:
         tokens = [*tokens, END]
     values = [-chance.random() for _ in tokens]
     spans = [VersionSpan(1, 0, len(tokens))]
-    return branches.answer(prompt, Completion(tokens, values, "stop", spans))["content"]
+    message, _ = branches.answer(prompt, Completion(tokens, values, "stop", spans))
+    return message["content"]
 
 
 @pytest.mark.parametrize("template", [CHATML, DROPS_REASONING])

@@ -32,93 +32,11 @@ from tests.rollout.asking import (
 from tests.rollout.chat_models import CHATML, tiny_model
 from tests.rollout.scripted import ScriptedEngine
 from tests.rollout.test_gateway import played
-from tests.rollout.test_tool_calls import schema
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-BROKEN_CALL = {"name": "f", "arguments": "["}
-SURROGATE_CALL = {"name": "f", "arguments": '{"a": "\\ud800"}'}
-DEEP: dict[str, Any] = {}
-for _ in range(150):
-    DEEP = {"type": "object", "properties": {"a": DEEP}}
-REFUSED: dict[str, tuple[Any, str]] = {
-    "no JSON": (b"{", "no JSON"),
-    "no object": ([], "JSON object"),
-    "no messages": ({"messages": []}, "at least one message"),
-    "n": ({**HELLO, "n": 2}, "n must be 1"),
-    "a tool": ({**HELLO, "tools": [{"type": "function"}]}, "a tool is described by"),
-    "a schema": ({**HELLO, "tools": [schema("f", {"type": 7})]}, "are no JSON schema"),
-    "a choice": ({**HELLO, "tool_choice": "required"}, "tool_choice must be auto or none"),
-    "a call": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": BROKEN_CALL}]}]},
-        "arguments of 'f' are no JSON object",
-    ),
-    "stop": ({**HELLO, "stop": ["\n"]}, "rollout.stop"),
-    "a role": ({"messages": [{"role": "judge", "content": ""}]}, "one of the roles"),
-    "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "no text",
-    ),
-    "no text": ({"messages": [{"role": "user", "content": None}]}, "must be a text"),
-    "a surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
-    "a surrogate in a call": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": SURROGATE_CALL}]}]},
-        "messages[0].tool_calls: the arguments of f.a cannot be encoded as UTF-8",
-    ),
-    "calls that are no list": (
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
-        "messages[0].tool_calls must be a list",
-    ),
-    "a deep schema": ({**HELLO, "tools": [schema("f", DEEP)]}, "nested too deeply"),
-    "a surrogate in a tool": (
-        {**HELLO, "tools": [schema("f", {"type": "object", "title": "\ud800"})]},
-        "tools[0].function.parameters.title cannot be encoded as UTF-8",
-    ),
-    "a budget": ({**HELLO, "max_tokens": 0.5}, "whole number above 0"),
-    "a flood": (
-        {"messages": [{"role": "user", "content": "ten" * 4_000_000}]},
-        "bytes, more than the model's context can hold",
-    ),
-    **{
-        f"a surrogate in {name}": ({"messages": [{**message, **HELLO["messages"][0]}]}, where)  # type: ignore[index]
-        for name, message, where in (
-            ("a name", {"name": "\ud800"}, "messages[0].name cannot be encoded"),
-            ("an id", {"tool_call_id": "a\udfff"}, "messages[0].tool_call_id cannot be encoded"),
-            ("a key", {"\ud800": 1}, "messages[0] cannot be encoded"),
-        )
-    },
-    "a surrogate in the model": ({**HELLO, "model": "\udc00"}, "model cannot be encoded"),
-    "a surrogate in bytes": (b'{"model": "\xed\xa0\x80"}', "no JSON"),
-    "a flood in a name": (
-        {"messages": [{**HELLO["messages"][0], "name": "ten" * 60_000}]},  # type: ignore[index]
-        "characters, more than the model's context can hold",
-    ),
-    "a flood of messages": (
-        {"messages": [{"role": "user", "content": ""}] * 40_000},
-        "characters, more than the model's context can hold",
-    ),
-    "a flood of tools": (
-        {**HELLO, "tools": [schema("f", {"type": "object", "title": "ten" * 4_000_000})]},
-        "more than the model's context can hold",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_requests_get_one_clear_message_and_cost_nothing(case: str) -> None:
-    body, message = REFUSED[case]
-
-    async def scenario(asking: Asking) -> None:
-        refused = await asking.post(body)
-        assert refused.status_code == 400
-        assert message in refused.json()["error"]["message"]
-        assert (await asking.post(HELLO)).status_code == 200
-
-    asked(scenario, max_turns=1)
 
 
 def test_what_one_session_sends_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +78,7 @@ def test_an_exception_of_a_template_is_its_requests_own(monkeypatch: pytest.Monk
 
 def test_other_endpoints_are_named_by_those_that_there_are() -> None:
     async def scenario(asking: Asking) -> None:
-        for method, path, status in (("POST", "responses", 404), ("PUT", "chat/completions", 405)):
+        for method, path, status in (("POST", "embeddings", 404), ("PUT", "chat/completions", 405)):
             found = await asking.http.request(method, f"{asking.url}/{path}")
             assert found.status_code == status
             assert found.json()["error"]["code"] == "not_found"
@@ -334,7 +252,8 @@ def test_token_ids_go_on_where_the_answer_ended_and_are_recorded_as_they_are() -
             assert message in (await ask(ids)).json()["error"]["message"]
         beyond = (await ask([ROWS])).json()["error"]["message"]
         assert beyond == f"token_ids must be whole numbers from 0 to {ROWS - 1}"
-        assert "stop is not supported" in (await ask(first, stop=["x"])).json()["error"]["message"]
+        masked = (await ask(first, bad_words=["x"])).json()["error"]["message"]
+        assert "sampling_params.bad_words is not supported" in masked
         episode = asking.session.end(1.0, {})
         assert [len(sample.turn_starts) for sample in episode.samples] == [2, 1, 1, 1]
         assert episode.samples[0].tokens[: len(second)] == second

@@ -149,7 +149,7 @@ class Scripted(SayingEngine):
         board = CHAT.text_of(request.tokens).split()[-2]
         move = next(letter for letter in board if letter.isdigit())
         said = move if request.sequence_id >= 0 else self._rival(move)
-        return self._completion([*CHAT.encode(said), STOP], "stop")
+        return self._completion(request, [*CHAT.encode(said), STOP], "stop")
 
 
 @pytest.mark.parametrize("lockstep", [True, False])

@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.special_tokens import SpecialTokens
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools, call_id
 from tests.conformance.templates import PUBLISHED, tokenizer_of

@@ -40,10 +40,12 @@ def saying(chat: ChatTokenizer, *turns: str) -> Any:
 
 
 def played(
-    engine: SayingEngine, chat: ChatTokenizer, count: int = 2, **options: Any
+    engine: SayingEngine, chat: ChatTokenizer, count: int = 2, here: bool = True, **options: Any
 ) -> tuple[list[Episode], LoadMeter]:
+    """here: without a host process, whose start takes seconds of a core."""
+
     async def run() -> list[Episode]:
-        pool = EnvironmentPool(SHOP, tools=[f"{USER}:add", f"{USER}:slow"])
+        pool = EnvironmentPool(SHOP, tools=[f"{USER}:add", f"{USER}:slow"], here=here)
         await pool.start()
         try:
             limits = PlaySettings(**{"max_turns": 8, "max_tokens_per_turn": 500, **options})
@@ -71,7 +73,7 @@ def test_calls_results_and_the_last_answer_are_one_sample(lockstep: bool, family
         turns[0] = f"[TOOL_CALLS] {json.dumps(calls)}"
         turns[1], turns[2] = "[TOOL_CALLS]oh", '[TOOL_CALLS] [{"name": "nothing"}]'
     engine = SayingEngine(saying(chat, *turns), lockstep=lockstep)
-    episodes, meter = played(engine, chat)
+    episodes, meter = played(engine, chat, here=family != QWEN)
     for episode in episodes:
         assert (episode.finish_reason, episode.turns) == ("done", 4)
         assert episode.total_reward == 1.0

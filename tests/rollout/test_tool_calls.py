@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_core.environments.base import FunctionCall, Message, ToolCall
-from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.tool_calls import FORMATS, Tools, call_id, parser_of
 from earl_core.system.errors import ConfigError
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
@@ -84,7 +85,7 @@ def test_render_parse_render_is_the_identity(name: str) -> None:
             answer = chat.read(tokens, TOOLS)
             assert (answer.calls, answer.error) == (calls, "")
             assert answer.text.strip() == ""
-            again = answer.message(0)
+            again = answer.message([call_id(number) for number in range(len(answer.calls))])
             assert again["tool_calls"] == said["tool_calls"]
             assert chat.render([*before, {**again, "content": ""}], TOOLS) == chat.render(
                 [*before, said], TOOLS

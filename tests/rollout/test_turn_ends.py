@@ -14,7 +14,8 @@ from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.environments.base import Message
 from earl_core.pretrained.model_directory import load_tokenizer
 from earl_core.pretrained.vocabulary import check_tokenizer_file
-from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.engine_factory import load_chat_tokenizer
 from tests.conformance.templates import tokenizer_of
 from tests.conformance.test_templates import CHATS, TOOLS

@@ -122,7 +122,7 @@ def test_more_memory_is_never_slower(
     assert times[1] <= times[0] * (1 + item.selector.hysteresis)
 
 
-noises = st.lists(st.floats(-1, 1), min_size=6, max_size=24)
+noises = st.lists(st.floats(-1, 1), min_size=6, max_size=12)
 
 
 @quick

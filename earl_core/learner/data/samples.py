@@ -24,6 +24,7 @@ from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.run.worker import PlanReads
+from earl_core.tensors.collectives import Ranks
 from earl_core.trajectory.schema import SAMPLE_BITS
 
 SCORED = ("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id")
@@ -253,6 +254,24 @@ def episodes_on_several(tables: Sequence[np.ndarray]) -> list[int]:
         np.concatenate([np.unique(table[:, 2]) for table in tables]), return_counts=True
     )
     return [int(episode) for episode in found[ranks > 1]]
+
+
+def gathered_table(
+    ranks: Ranks, samples: Sequence[TrainingSample], skipped: np.ndarray, whole_episodes: bool
+) -> tuple[np.ndarray, range]:
+    """Gather the table that decides the minibatches, of all ranks' samples and then of the skipped
+    ones, and the range of this rank's rows. Collective.
+
+    Raises ValueError where an episode that must be whole is on several ranks.
+    """
+    parts = ranks.gather_rows(sample_table(samples))
+    if whole_episodes and (torn := episodes_on_several(parts)):
+        raise ValueError(
+            f"Episode {torn[0]} has samples on several ranks, but the algorithm needs all "
+            "samples of an episode together: deal whole episodes or groups to the ranks."
+        )
+    first = sum(map(len, parts[: ranks.rank]))
+    return np.concatenate([*parts, skipped]), range(first, first + len(samples))
 
 
 def split_table(

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from earl_core.environments.base import Message, ToolCall
 from earl_core.rollout.chat.chat_template import QUESTION, RESULT, TOOL, ChatTemplate, called
 from earl_core.rollout.chat.disguise import Sampled
 from earl_core.rollout.chat.sized_cache import SizedCache
 from earl_core.rollout.chat.special_tokens import SpecialTokens
+from earl_core.rollout.chat.stop_strings import StopStrings, cut
+from earl_core.rollout.chat.token_texts import TokenTexts
 from earl_core.rollout.chat.tool_calls import (
     NO_TOOLS,
     Answer,
     ToolParser,
     Tools,
-    call_id,
     parser_of,
 )
 from earl_core.rollout.chat.tool_prompt import in_words
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_MARK = "earlanswermark"
+MARK = "earlanswermark"
+"""Stands for an answer while a template renders."""
 _CACHED_ANSWER_LENGTH = 8
 _MOST_TOOLS = 256
 
@@ -47,12 +49,12 @@ class ChatTokenizer:
 
     tokenizer: a transformers tokenizer.
     answer_prefix: text that every answer begins with; it is given to the model, not sampled.
-    stop: strings of one token each that end an answer, besides end-of-turn and end-of-text.
+    stop: strings that end an answer, besides end-of-turn and end-of-text; its text keeps them.
     tool_format: of `tool_calls.FORMATS`, or auto.
     eos_token_ids: that the model names beside the tokenizer's own.
     rows: of the model's embeddings, which may be more than the tokenizer has tokens.
-    Raises `ConfigError` for templates that fail or lose answers and for stop strings that
-    are not one token.
+    template_options: variables that the template is told in every conversation.
+    Raises `ConfigError` for templates that fail or lose answers, and for an empty stop string.
     """
 
     def __init__(
@@ -63,9 +65,10 @@ class ChatTokenizer:
         tool_format: str = "auto",
         eos_token_ids: Sequence[int] = (),
         rows: int = 0,
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, template_options)
         self._tool_format = tool_format
         self.vocabulary = rows or len(tokenizer)
         """Number of tokens that the policy may sample."""
@@ -73,7 +76,8 @@ class ChatTokenizer:
         """What stands for characters that the vocabulary lacks, if it has such a token."""
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         texts_end = tuple(dict.fromkeys([*own, *eos_token_ids]))
-        self._special = SpecialTokens(tokenizer, self._template.written, _MARK, texts_end)
+        self._special = SpecialTokens(tokenizer, self._template.written, MARK, texts_end)
+        self.token_texts = TokenTexts(tokenizer)
         self.answer_prefix = answer_prefix
         self.prefix_tokens = self.encode(answer_prefix) if answer_prefix else []
         names = tokenizer.get_vocab()
@@ -84,8 +88,17 @@ class ChatTokenizer:
         self._following: SizedCache[_Key, list[int]] = SizedCache()
         self._texts: SizedCache[tuple[int, ...], str] = SizedCache()
         self._ends = self._turn_ends(texts_end)
-        asked = [self._single_token(text) for text in stop]
-        self.stop_token_ids = tuple(dict.fromkeys([*self._ends.ids, *asked]))
+        if "" in stop:
+            raise ConfigError(
+                "rollout.stop holds an empty string, which would end every answer",
+                remedy="leave it out",
+            )
+        asked = {text: self._single_token(text) for text in stop}
+        single = [token for token in asked.values() if token is not None]
+        self.stop_token_ids = tuple(dict.fromkeys([*self._ends.ids, *single]))
+        self._stop = [text for text, token in asked.items() if token is None]
+        self.ends = self.ends_by(())
+        """What ends answers beside these tokens."""
         self._stable = {NO_TOOLS.key: self._probe_stability(NO_TOOLS)}
 
     def prefix_stable(self, tools: Tools = NO_TOOLS) -> bool:
@@ -122,17 +135,36 @@ class ChatTokenizer:
         """The same of the tokens that follow an answer in the template's text."""
         return following[self._ends.overlap(sampled, following) :] + self.prefix_tokens
 
-    def read(self, sampled: Sequence[int], tools: Tools = NO_TOOLS) -> Answer:
-        """An answer and the calls of tools in it; without tools none are looked for."""
-        text = self.text_of(sampled)
+    def ends_by(self, stop: Sequence[str]) -> StopStrings | None:
+        """What ends answers by these strings, too; see `GenerationRequest.ends`."""
+        sought = [*self._stop, *stop]
+        return StopStrings(sought, self.token_texts) if sought else None
+
+    def read(
+        self,
+        sampled: Sequence[int],
+        tools: Tools = NO_TOOLS,
+        stop: Sequence[str] = (),
+        opening: Sequence[int] = (),
+    ) -> Answer:
+        """An answer and the calls of tools in it; without tools none are looked for.
+
+        stop: strings before which its texts are cut. opening: its first tokens, in which these are
+        not looked for.
+        """
+        text, stopped_by = cut(self.text_of(sampled), stop, len(self.text_of(opening)))
         if not tools:
-            return Answer(text, text)
-        raw, parser = self.raw_text_of(sampled), self.parser
+            return Answer(text, text, stopped_by=stopped_by)
+        raw, _ = cut(self.raw_text_of(sampled), stop, len(self.raw_text_of(opening)))
         try:
-            beside, calls = parser.parse(raw, tools)
+            beside, calls = self.parser.parse(raw, tools)
         except ValueError as error:
-            return Answer(text, raw, error=str(error))
-        return Answer(beside if calls else text, raw, calls)
+            return Answer(text, raw, error=str(error), stopped_by=stopped_by)
+        return Answer(beside if calls else text, raw, calls, stopped_by=stopped_by)
+
+    def answer_of(self, sampled: Sequence[int]) -> list[int]:
+        """An answer's tokens without what ends the turn."""
+        return list(self._ends.cut(sampled))
 
     def text_of(self, sampled: Sequence[int]) -> str:
         """An answer as text for environments: the prefix in front, special tokens and what ends the
@@ -167,6 +199,16 @@ class ChatTokenizer:
         template = self._template
         return parser_of(self._tokenizer, template.sources, self._tool_format, template.knows_tools)
 
+    @property
+    def template_options(self) -> frozenset[str]:
+        """Names of variables that a conversation may give the chat template."""
+        return self._template.options
+
+    def outside(self, text: str) -> list[int]:
+        """Tokens of a text that somebody else has put into the model's mouth: none is a control
+        token."""
+        return self.encode(self._special.quoted(text))
+
     def own(self, sampled: str) -> str:
         """A text of the policy's as the content of a message: its tokens stay tokens."""
         return self._special.own(sampled)
@@ -179,15 +221,16 @@ class ChatTokenizer:
     ) -> str:
         """The template's text of a conversation, by default ending where an answer begins; for
         `encode`: control tokens in texts that are not the policy's `own` are quoted in it."""
-        disguise = self._special.disguise((messages, tools.schemas))
+        disguise = self._special.disguise((messages, tools.schemas, tools.options))
         try:
             hidden = [disguise.message(message) for message in messages]
-            if tools:
-                tools = Tools(disguise.schemas(tools.schemas))
+            if tools or tools.options:
+                hidden_options = disguise.value(tools.options)
+                tools = Tools(disguise.schemas(tools.schemas), hidden_options)
             used = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
             if used and not self._template.knows_tools:
                 hidden = in_words(hidden, tools, self._template.knows_system)
-                tools = NO_TOOLS
+                tools = Tools((), tools.options)
             text = self._template.apply(hidden, tools, add_generation_prompt)
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
@@ -223,14 +266,14 @@ class ChatTokenizer:
         self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True
     ) -> str:
         """Return the text that the template puts after an answer that these messages follow."""
-        plain, calls = _answered(Sampled(_MARK)), called(messages)
+        plain, calls = _answered(Sampled(MARK)), called(messages)
         try:
             return self._after([*plain, *messages], tools, add_generation_prompt)
         except ConfigError:
             if not calls:
                 raise
         # Some templates render results only after the calls that they are of.
-        answer = _answered(Sampled(_MARK), calls)
+        answer = _answered(Sampled(MARK), calls)
         written = self._after(answer, tools, False)
         written = written.removesuffix(self._after(plain, tools, False))
         after = self._after([*answer, *messages], tools, add_generation_prompt)
@@ -244,10 +287,10 @@ class ChatTokenizer:
 
     def _after(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
         text = self.render(messages, tools, add_generation_prompt)
-        before, found, after = text.partition(_MARK)
-        if not found or _MARK in after:
+        before, found, after = text.partition(MARK)
+        if not found or MARK in after:
             raise ConfigError(
-                f"the chat template renders an answer {text.count(_MARK)} times instead of once, "
+                f"the chat template renders an answer {text.count(MARK)} times instead of once, "
                 f"so what follows an answer is unknown (after {before[-40:]!r}): set "
                 "model.chat_template to a Jinja file that keeps the assistant's content as it is"
             )
@@ -260,7 +303,7 @@ class ChatTokenizer:
         if tools:
             followed += [[RESULT], [RESULT, *_answered("answer")[1:], QUESTION]]
         prompt = self.render([QUESTION], tools)
-        for content in (Sampled(_MARK), Sampled(f"<think>\n{_MARK}\n</think>\n\nanswer")):
+        for content in (Sampled(MARK), Sampled(f"<think>\n{MARK}\n</think>\n\nanswer")):
             text = self.render(_answered(content), tools, add_generation_prompt=False)
             start, kept, _ = text.partition(content)
             if not kept or not (prompt.startswith(start) or start.startswith(prompt)):
@@ -290,90 +333,12 @@ class ChatTokenizer:
                     ends.is_followed(self.encode(self._after_answer([message], tools)))
         return ends
 
-    def _single_token(self, text: str) -> int:
+    def _single_token(self, text: str) -> int | None:
         tokens = self.encode(text)
         if len(tokens) == 1 and tokens[0] != self._tokenizer.unk_token_id:
             return tokens[0]
         known = self._tokenizer.get_vocab().get(text)
-        if known is not None:
-            return int(known)
-        raise ConfigError(
-            f"rollout.stop holds {text!r}, which is {len(tokens)} tokens for this tokenizer: give "
-            "strings that are one token each, or leave it out and end answers by "
-            "rollout.max_tokens_per_turn"
-        )
-
-
-class Conversation:
-    """The token side of one episode: which tokens come next, and whether a new sample begins.
-
-    With a template that keeps earlier answers in place (`ChatTokenizer.prefix_stable`) a next
-    prompt always extends the tokens before it. With one that rewrites them (drops reasoning, say)
-    the conversation is rendered again each turn, and where that does not extend what stands
-    there, a new sample begins with the whole conversation. Answers without reasoning are rendered
-    as marks: templates write calls of tools anew, with other spaces than the model's.
-    """
-
-    def __init__(self, chat: ChatTokenizer, tools: Tools = NO_TOOLS) -> None:
-        self._chat = chat
-        self._tools = tools
-        self._messages: list[Message] = []
-        self._text = ""
-        self._marked: dict[str, str] = {}
-        self._calls = 0
-        if tools:
-            # Raises what is wrong with them before anything is sampled.
-            _ = chat.parser
-
-    def copy(self, chat: ChatTokenizer | None = None) -> Conversation:
-        """Another one that stands where this one does. chat: what it uses, a copy of this one's."""
-        other = Conversation(chat or self._chat, self._tools)
-        other._messages, other._text = list(self._messages), self._text
-        other._calls, other._marked = self._calls, dict(self._marked)
-        return other
-
-    def begin(self, messages: Sequence[Message]) -> list[int]:
-        """The first prompt."""
-        if not self._chat.prefix_stable(self._tools):
-            self._messages = list(messages)
-            self._text = self._chat.render(messages, self._tools)
-        return self._chat.first_prompt(messages, self._tools)
-
-    def read(self, sampled: Sequence[int]) -> Answer:
-        """An answer and the calls of the conversation's tools in it."""
-        return self._chat.read(sampled, self._tools)
-
-    def message(self, answer: Answer) -> Message:
-        """An answer as a message; its calls are numbered through the conversation."""
-        first, self._calls = self._calls, self._calls + len(answer.calls)
-        return answer.message(first)
-
-    def complaint(self, answer: Answer) -> Message:
-        """Make the message to a model whose calls could not be read."""
-        text = f"Error: the call could not be read: {answer.error}"
-        number, self._calls = self._calls, self._calls + 1
-        name = self._tools.schemas[0]["function"]["name"]
-        return Message(role="tool", content=text, tool_call_id=call_id(number), name=name)
-
-    def follow(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Tokens after an answer, and whether they begin a new sample (then they are a whole
-        prompt) or extend the tokens before them."""
-        chat = self._chat
-        if chat.prefix_stable(self._tools):
-            return chat.next_prompt(sampled, messages, self._tools), False
-        answer = content = chat.own(chat.raw_text_of(sampled))
-        if "think>" not in answer:
-            content = Sampled(f"{_MARK}{len(self._messages)}.")
-            self._marked[content] = answer
-        self._messages += [{"role": "assistant", "content": content}, *messages]
-        standing, self._text = self._text, chat.render(self._messages, self._tools)
-        before, found, after = self._text[len(standing) :].partition(content)
-        if not self._text.startswith(standing) or not found or before.strip():
-            whole = self._text
-            for mark, said in self._marked.items():
-                whole = whole.replace(mark, said)
-            return chat.encode(whole) + chat.prefix_tokens, True
-        return chat.next_tokens(sampled, chat.encode(after)), False
+        return None if known is None else int(known)
 
 
 def _answered(content: str, calls: Sequence[ToolCall] = ()) -> list[Message]:

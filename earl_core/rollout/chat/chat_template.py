@@ -43,6 +43,14 @@ RESULT: Message = {
     "name": "earltoolmark",
 }
 _SYSTEM = "earlsystemmark"
+_GIVEN = frozenset(
+    (
+        *("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "conversation"),
+    )
+)
+"""Variables and arguments of transformers' rendering that are nobody's to give."""
 
 
 def called(results: Sequence[Message]) -> list[ToolCall]:
@@ -62,11 +70,15 @@ class ChatTemplate:
     """The chat template of a tokenizer that has one, several by name, or none.
 
     Where there are several, `tool_use` renders conversations with tools and `default` the others,
-    as transformers chooses. Raises `ConfigError` where there is no default.
+    as transformers chooses. options: variables that it is told in every conversation. Raises
+    `ConfigError` where there is no default, and for options that no template reads.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._options = dict(options or {})
         named = _named(tokenizer)
         if "default" not in named:
             raise ConfigError(
@@ -78,6 +90,14 @@ class ChatTemplate:
         self._tool_use = named.get("tool_use", self._default)
         self.sources = "\n".join(dict.fromkeys((self._tool_use, self._default)))
         """Texts of all templates, the one for tools first."""
+        self.options = read_options((self._tool_use, self._default))
+        """Names of variables that a conversation may give a template."""
+        if unread := sorted(self._options.keys() - self.options):
+            raise ConfigError(
+                f"rollout.chat_template_kwargs has {', '.join(unread)}, and the chat template "
+                f"reads {', '.join(sorted(self.options)) or 'no such variable'}",
+                remedy="leave it out, or set model.chat_template to a Jinja file that reads it",
+            )
         self.knows_tools = TOOL.schemas[0]["function"]["name"] in self._tried([QUESTION], TOOL)
         """True when the model is told of tools."""
         self.knows_system = _SYSTEM in self._tried(
@@ -109,6 +129,7 @@ class ChatTemplate:
             chat_template=self._tool_use if tools else self._default,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **{**self._options, **tools.options},
         )
         return str(text)
 
@@ -119,6 +140,23 @@ class ChatTemplate:
             return self.apply(messages, tools, add_generation_prompt)
         except Exception:  # whatever a template raises for what it does not know
             return ""
+
+
+def read_options(sources: Sequence[str]) -> frozenset[str]:
+    """Names of the variables that templates read beside the conversation and the tokenizer's
+    tokens."""
+    from jinja2 import TemplateSyntaxError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    read: set[str] = set()
+    for source in sources:
+        try:
+            environment = _compile_jinja_template(source).environment
+            named = meta.find_undeclared_variables(environment.parse(source))
+        except TemplateSyntaxError:  # rendering says what is wrong with it
+            continue
+        read |= named - environment.globals.keys()
+    return frozenset(name for name in read if name not in _GIVEN and not name.endswith("_token"))
 
 
 def _named(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -80,9 +80,9 @@ class SpecialTokens:
         parts: list[str] = []
         at = 0
         for found in self._any.finditer(text):
-            parts += (self._quoted(plain[at : found.start()]), found[0])
+            parts += (self.quoted(plain[at : found.start()]), found[0])
             at = found.end()
-        return "".join([*parts, self._quoted(plain[at:])])
+        return "".join([*parts, self.quoted(plain[at:])])
 
     def own(self, sampled: str) -> Sampled:
         """A sampled text as `encode` reads it back."""
@@ -103,7 +103,8 @@ class SpecialTokens:
                 standing += (quoted, after)
         return tokens + self._checked("".join(standing))
 
-    def _quoted(self, text: str) -> str:
+    def quoted(self, text: str) -> str:
+        """A text as `encode` reads it back with its control tokens as plain text."""
         return self._any.sub(lambda found: self._quotes[found[0]], text)
 
     def _checked(self, text: str) -> list[int]:

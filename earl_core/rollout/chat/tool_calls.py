@@ -104,13 +104,21 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class Tools:
-    """Tools that a conversation's model may call. schemas: as OpenAI's API has them."""
+    """Tools that a conversation's model may call, and what else its chat template is told.
+
+    schemas: as OpenAI's API has them. options: variables of the template by name, which go before
+    the run's own.
+    """
 
     schemas: Sequence[dict[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", json.dumps(self.schemas) if self.schemas else "")
+        key = json.dumps(self.schemas) if self.schemas else ""
+        if self.options:
+            key += json.dumps(self.options, sort_keys=True)
+        object.__setattr__(self, "key", key)
 
     def __bool__(self) -> bool:
         return bool(self.schemas)
@@ -123,20 +131,21 @@ NO_TOOLS = Tools()
 class Answer:
     """An answer of the model. text: without special tokens. raw: with them, but for the end of the
     turn; the same where there are no tools. calls: of tools. error: why what looks like calls is
-    none."""
+    none. stopped_by: the string before which its texts were cut."""
 
     text: str
     raw: str
     calls: Sequence[FunctionCall] = ()
     error: str = ""
+    stopped_by: str = ""
 
-    def message(self, first: int) -> Message:
-        """Make the message of a conversation that has had `first` calls."""
+    def message(self, ids: Sequence[str]) -> Message:
+        """Make the message. ids: of its calls."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
             message["tool_calls"] = [
-                ToolCall(id=call_id(number), type="function", function=call)
-                for number, call in enumerate(self.calls, first)
+                ToolCall(id=own, type="function", function=call)
+                for own, call in zip(ids, self.calls, strict=True)
             ]
         return message
 

@@ -17,6 +17,9 @@ OUT_OF_MEMORY_ADVICE = (
 )
 
 OnTokens = Callable[[Sequence[int]], None]
+Ends = Callable[[Sequence[int], int], int | None]
+"""Of the sampled tokens, and how many of them it was called with before: how many there are up to
+the one that ends the answer; None when none does."""
 EngineFinishReason = Literal["stop", "length", "model_context", "cancelled"]
 
 
@@ -28,9 +31,10 @@ class GenerationRequest:
     extends the tokens of the earlier one, whose keys and values are then reused. `tokens` is the
     whole prompt. `max_tokens` counts sampled tokens; none means up to the model's context.
     `temperature` lies between 0 (greedy) and 2. The draw of the n-th token depends on `seed` (0 to
-    2**63 - 1), n and the logits only. A sampled token among `stop_token_ids` ends the answer; no
-    other token does. `on_tokens` gets the sampled tokens piece by piece, in the event loop, where
-    the engine can tell; whatever it did not get is in the completion only.
+    2**63 - 1), n and the logits only. A sampled token among `stop_token_ids` ends the answer, and
+    so does one that `ends` finds, which may be called in any thread; no other does. `on_tokens`
+    gets the sampled tokens piece by piece, in the event loop, where the engine can tell; whatever
+    it did not get is in the completion only.
     """
 
     sequence_id: int
@@ -40,14 +44,15 @@ class GenerationRequest:
     seed: int
     stop_token_ids: tuple[int, ...] = ()
     on_tokens: OnTokens | None = None
+    ends: Ends | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
     """A sampled answer.
 
-    `tokens` includes the stop token that ended it. `logprobs` has the same length: natural
-    log-probabilities under the distribution that was sampled from, temperature included (at
+    `tokens` includes the token that ended it, and none after it. `logprobs` has the same length:
+    natural log-probabilities under the distribution that was sampled from, temperature included (at
     temperature 0 those of temperature 1); always finite. `model_context` means that the context
     ended the answer before its own budget did; `tokens` is then empty if the prompt filled it.
     `spans` cover the tokens in order, at least one of them; its end is 0 where there are no tokens.
@@ -57,6 +62,11 @@ class Completion:
     logprobs: list[float]
     finish_reason: EngineFinishReason
     spans: list[VersionSpan]
+
+    def ended_at(self, count: int) -> Completion:
+        """The answer that its first tokens are, so many that one of them ended it."""
+        spans = [VersionSpan(s[0], s[1], min(s[2], count)) for s in self.spans if s[1] < count]
+        return Completion(self.tokens[:count], self.logprobs[:count], "stop", spans)
 
 
 class Engine(Protocol):

@@ -339,9 +339,12 @@ class TorchEngine(BaseEngine[Pairs]):
             sampling.tokens.append(token)
             sampling.logprobs.append(logprob)
             self._totals["generated_tokens"] += 1
-            if token in sampling.request.stop_token_ids:
+            ends, count = sampling.request.ends, len(sampling.tokens)
+            if token in sampling.request.stop_token_ids or (
+                ends is not None and ends(sampling.tokens, count - 1)
+            ):
                 sampling.finish_reason = "stop"
-            elif len(sampling.tokens) == sampling.budget:
+            elif count == sampling.budget:
                 sampling.finish_reason = sampling.exhausted
 
     def _forget_finished(self) -> None:

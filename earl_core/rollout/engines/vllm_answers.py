@@ -25,7 +25,7 @@ def sampling_parameters(request: GenerationRequest, budget: int) -> Any:
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=kinds.CUMULATIVE if request.on_tokens else kinds.FINAL_ONLY,
+        output_kind=kinds.CUMULATIVE if request.on_tokens or request.ends else kinds.FINAL_ONLY,
         skip_clone=True,
     )
 

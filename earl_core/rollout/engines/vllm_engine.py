@@ -376,12 +376,19 @@ class VllmEngine(BaseEngine[Any]):
         if queue is None:
             return Completion([], [], exhausted, [VersionSpan(version, 0, 0)])
         output, known = await queue.get(), 0
-        while not output.finished:
+        while True:
             so_far = output.outputs[0].token_ids
+            ended = request.ends(so_far, known) if request.ends else None
+            if output.finished or ended is not None:
+                break
             if request.on_tokens:
                 request.on_tokens(so_far[known:])
             known, output = len(so_far), await queue.get()
         answer = completion(output.outputs[0], version, exhausted, whole=whole)
+        if ended is not None:
+            # vLLM may have sampled more; the answer has no token after the one that ended it.
+            answer = answer.ended_at(ended)
+            await self._abort([] if output.finished else [queue.request_id], internal=True)
         self._totals["generated_tokens"] += len(answer.tokens)
         self._totals["prompt_tokens"] += len(request.tokens)
         self._totals["prefix_hit_tokens"] += output.num_cached_tokens or 0

@@ -14,139 +14,24 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
+import string
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from earl_core.environments.base import Message
-from earl_core.rollout.chat.chat import ChatTokenizer, Conversation
+from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.engines.engine import Completion
-from earl_core.trajectory.samples import Sample, anchor_of, derive_seed
+from earl_core.rollout.gateway.branch import Branch, Turn, branch_key, compared
+from earl_core.rollout.gateway.placing import Placing, Prompt
+from earl_core.trajectory.samples import Sample, derive_seed
 
 _RENDERED = "rendered by the client"
 """Mark in the place of the tools of a branch."""
 
-
-@dataclass(frozen=True)
-class _Turn:
-    """The state after an answer. messages: how many there are. tokens: of its sample."""
-
-    messages: int
-    sample: Sample
-    tokens: int
-    answer: Sequence[int]
-    conversation: Conversation | None
-
-
-@dataclass(eq=False)
-class Branch:
-    """One conversation. tools: the key of those that the model may call in it. messages: as they
-    are compared, answers included.
-
-    number: in the order of the first requests. origin: what its draws depend on beside the episode
-    and the call. key: of its first request. busy: whether a request of it is being answered.
-    """
-
-    number: int
-    origin: int
-    tools: str
-    key: tuple[str, ...]
-    messages: list[Message] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    turns: list[_Turn] = field(default_factory=list)
-    busy: bool = True
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A request's place. conversation: None where the client renders. sample: the one that it
-    extends, None where a new one begins. given: the tokens that follow it. messages: as they are
-    compared. observation: the new messages' text. anchor: see `Sample.begin_turn`."""
-
-    branch: Branch
-    conversation: Conversation | None
-    sample: Sample | None
-    given: list[int]
-    messages: list[Message]
-    observation: str
-    anchor: int | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """The whole prompt."""
-        return [*self.sample.tokens, *self.given] if self.sample else self.given
-
-
-class Placing:
-    """A request on its way to its place among the branches: its branch is chosen and busy.
-
-    `render` may run in another thread, with a tokenizer of that thread's; all else is the loop's.
-    """
-
-    def __init__(
-        self,
-        branch: Branch,
-        messages: Sequence[Message],
-        said: list[Message],
-        tools: Tools,
-        after: _Turn | None,
-        extends: bool,
-    ) -> None:
-        self.branch = branch
-        self._messages, self._said, self._tools = messages, said, tools
-        self._after, self._extends = after, extends
-        self._conversation: Conversation | None = None
-        self._given: list[int] = []
-        self._sample: Sample | None = None
-        self._observation: str | None = None
-        self._anchor = anchor_of(_told(messages)) if messages else None
-
-    @classmethod
-    def rendered(cls, branch: Branch, given: list[int], sample: Sample | None) -> Placing:
-        """Make the placing of a client's own tokens."""
-        placing = cls(branch, [], [], NO_TOOLS, None, sample is not None)
-        placing._given, placing._sample, placing._observation = given, sample, ""
-        return placing
-
-    def render(self, chat: ChatTokenizer) -> None:
-        """Find the tokens. Raises `ConfigError` for messages that the template cannot render."""
-        at = self._after
-        if self._observation is not None:
-            self._observation = chat.raw_text_of(self._given)
-            return
-        if at is None:
-            self._conversation = Conversation(chat, self._tools)
-            self._given = self._conversation.begin(self._messages)
-            return
-        assert at.conversation is not None
-        self._conversation = at.conversation.copy(chat)
-        new = self._messages[at.messages :]
-        given, begins = self._conversation.follow(at.answer, new)
-        if self._extends:
-            self._sample = None if begins else at.sample
-        elif not begins:
-            given = at.sample.tokens[: at.tokens] + given
-        self._given = given
-
-    def prompt(self, chat: ChatTokenizer) -> Prompt:
-        """The place. chat: the loop's tokenizer."""
-        if self._observation is not None:
-            said = self._observation
-            return Prompt(self.branch, None, self._sample, self._given, [], said)
-        assert self._conversation is not None
-        new = self._messages[self._after.messages :] if self._after else self._messages
-        return Prompt(
-            self.branch,
-            self._conversation.copy(chat),
-            self._sample,
-            self._given,
-            self._said,
-            _text(new if self._extends else self._messages),
-            self._anchor,
-        )
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
 
 
 class Branches:
@@ -165,19 +50,31 @@ class Branches:
         """List the samples of all branches, in their order."""
         return [sample for branch in self.all for sample in branch.samples]
 
-    def place(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Placing:
-        """Find the branch on which these messages go on; it is busy until `answer` or `give_up`."""
-        said = [_compared(message) for message in messages]
+    def place(
+        self, messages: Sequence[Message], tools: Tools = NO_TOOLS, opening: str = ""
+    ) -> Placing:
+        """Find the branch on which these messages go on; it is busy until `answer` or `give_up`.
+
+        opening: text that the message of the answer begins with. Where it is what the policy has
+        answered here, the answer goes on after its tokens.
+        """
+        said = [compared(message) for message in messages]
+        if opening and (going_on := self._going_on(messages, said, tools.key, opening)):
+            return going_on
         branch, at = self._longest(said, tools.key)
         if branch is None:
-            return Placing(self._new(said, tools.key), messages, said, tools, at, False)
+            opened = [*said, Message(role="assistant", content=opening)] if opening else said
+            new = self._new(opened, tools.key)
+            return Placing(new, messages, said, tools, at, False, opening)
         branch.busy = True
-        return Placing(branch, messages, said, tools, at, True)
+        return Placing(branch, messages, said, tools, at, True, opening)
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Prompt:
+    def prompt(
+        self, messages: Sequence[Message], tools: Tools = NO_TOOLS, opening: str = ""
+    ) -> Prompt:
         """The same with its tokens. Raises `ConfigError` for messages that the chat template cannot
         render."""
-        placing = self.place(messages, tools)
+        placing = self.place(messages, tools, opening)
         try:
             placing.render(self._chat)
         except BaseException:
@@ -202,15 +99,22 @@ class Branches:
         new_branch = self._new([{"role": "", "content": digest}], _RENDERED)
         return Placing.rendered(new_branch, tokens, None)
 
-    def answer(self, prompt: Prompt, completion: Completion) -> Message:
-        """Record the answer; returns it."""
+    def answer(
+        self, prompt: Prompt, completion: Completion, stop: Sequence[str] = ()
+    ) -> tuple[Message, str]:
+        """Record the answer; returns it, without what it was opened with and cut before the first
+        of the strings `stop`, and that string. The ids of its calls are no other's in the
+        session."""
         branch, conversation = prompt.branch, prompt.conversation
+        stopped_by = ""
         if conversation is None:
             text = self._chat.raw_text_of(completion.tokens)
             message = Message(role="assistant", content=text)
         else:
-            answer = conversation.read(completion.tokens)
-            message = conversation.message(answer)
+            tokens = [*prompt.opening, *completion.tokens]
+            answer = conversation.read(tokens, stop, prompt.opening)
+            stopped_by = answer.stopped_by
+            message = answer.message(self._call_ids(branch, len(answer.calls)))
             text = answer.raw if answer.calls else answer.text
         sample = prompt.sample
         if sample is None:
@@ -219,18 +123,19 @@ class Branches:
         sample.begin_turn(prompt.given, prompt.observation, prompt.anchor)
         sample.answer(completion.tokens, completion.logprobs, completion.spans, text, self._answers)
         self._answers += 1
-        branch.messages = [*prompt.messages, _compared(message)]
+        branch.messages = [*prompt.messages, compared(message)]
         branch.turns.append(
-            _Turn(
+            Turn(
                 len(branch.messages),
                 sample,
                 len(sample.tokens),
-                completion.tokens,
+                [*prompt.opening, *completion.tokens],
                 conversation,
+                bool(stopped_by),
             )
         )
         branch.busy = False
-        return message
+        return self._without_opening(message, prompt) if prompt.opening else message, stopped_by
 
     def give_up(self, prompt: Prompt | Placing) -> None:
         """The request gets no answer; it may come again."""
@@ -243,9 +148,46 @@ class Branches:
         """Seed of a branch's next answer: of episode, branch and call, whatever came before it."""
         return derive_seed(self._seed, "draw", branch.origin, len(branch.turns))
 
-    def _longest(self, said: list[Message], tools: str) -> tuple[Branch | None, _Turn | None]:
+    def _call_ids(self, branch: Branch, count: int) -> list[str]:
+        """Nine letters and digits each, which is all that some templates take (Mistral's). They
+        follow from the conversation, whatever is answered beside it."""
+        turn = len(branch.turns)
+        return [_short(derive_seed("call", branch.origin, turn, number)) for number in range(count)]
+
+    def _without_opening(self, message: Message, prompt: Prompt) -> Message:
+        opening, content = self._chat.text_of(prompt.opening), message["content"]
+        if not content.startswith(opening):  # it ends amid a character
+            opening = self._chat.beginning_of(prompt.opening)
+        return {**message, "content": content.removeprefix(opening)}
+
+    def _going_on(
+        self, messages: Sequence[Message], said: list[Message], tools: str, opening: str
+    ) -> Placing | None:
+        """The place after a recorded answer that is the opening; where that was ended by a token,
+        or is being answered already, a new branch begins with what stands before."""
+        opened = [*said, compared(Message(role="assistant", content=opening))]
+        size = len(opened)
+        fork: tuple[Turn, list[int]] | None = None
+        for branch in self.all:
+            turn = next((each for each in reversed(branch.turns) if each.messages == size), None)
+            if turn is None or turn.cut:
+                continue
+            if branch.tools != tools or branch.messages[:size] != opened:
+                continue
+            answer = self._chat.answer_of(turn.answer)
+            ended = len(answer) < len(turn.answer)
+            if turn is branch.turns[-1] and not branch.busy and not ended:
+                branch.busy = True
+                return Placing.going_on(branch, messages, said, turn, answer, True)
+            fork = turn, answer
+        if fork is None:
+            return None
+        new = self._new(opened, tools)
+        return Placing.going_on(new, messages, said, *fork, False)
+
+    def _longest(self, said: list[Message], tools: str) -> tuple[Branch | None, Turn | None]:
         """The turn after which fewest messages are new, and its branch if that can be extended."""
-        longest: _Turn | None = None
+        longest: Turn | None = None
         extended: Branch | None = None
         for branch in (branch for branch in self.all if branch.tools == tools):
             pairs = zip(branch.messages, said, strict=False)
@@ -261,7 +203,7 @@ class Branches:
         return extended, longest
 
     def _new(self, said: list[Message], tools: str) -> Branch:
-        key = _key(said, tools)
+        key = branch_key(said, tools)
         branch = Branch(self.begun, derive_seed(self._equal[key], *key), tools, key)
         self.begun += 1
         self._equal[key] += 1
@@ -269,37 +211,9 @@ class Branches:
         return branch
 
 
-def _compared(message: Message) -> Message:
-    """Clients may change the white space around an answer that they give back, and name its calls
-    anew."""
-    role, content = message["role"], message["content"]
-    compared: Message = {
-        "role": role,
-        "content": content.strip() if role == "assistant" else content,
-    }
-    if "tool_calls" in message:
-        compared["tool_calls"] = [{**call, "id": ""} for call in message["tool_calls"]]
-    return compared
-
-
-def _key(messages: Sequence[Message], tools: str) -> tuple[str, ...]:
-    """Return the key on which the draws of a branch depend."""
-    texts = [tools] if tools else []
-    for each in messages:
-        texts += [each["role"], each["content"]]
-        if "tool_calls" in each:
-            texts.append(json.dumps(each["tool_calls"], sort_keys=True))
-    return tuple(texts)
-
-
-def _told(messages: Sequence[Message]) -> list[Message]:
-    """Choose the messages of a request that its answer may observe: those that follow the last
-    answer in it, and those that say what the policy is to be. Agents give answers back as they
-    like, or not at all."""
-    answers = [at for at, each in enumerate(messages[:-1]) if each["role"] == "assistant"]
-    since = answers[-1] + 1 if answers else 0
-    return [each for at, each in enumerate(messages) if at >= since or each["role"] == "system"]
-
-
-def _text(messages: Sequence[Message]) -> str:
-    return "\n".join(message["content"] for message in messages)
+def _short(number: int) -> str:
+    digits = []
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_ID_CHARACTERS))
+        digits.append(_ID_CHARACTERS[digit])
+    return "".join(digits)

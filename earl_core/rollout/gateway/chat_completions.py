@@ -1,8 +1,7 @@
 """OpenAI's chat completions as JSON: what of a request counts, and the replies.
 
 Sampling is the run's: an agent is trained on what its policy samples at `rollout.temperature`, so a
-request's own temperature, top_p, seed and penalties count for nothing. A field that would change
-the answer in a way that cannot be ignored is refused.
+request's own temperature, top_p, seed and penalties count for nothing. `fields` has the rest.
 https://platform.openai.com/docs/api-reference/chat
 """
 
@@ -10,96 +9,62 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from earl_core.environments.base import FunctionCall, Message, ToolCall
-from earl_core.environments.tools.toolbox import check_schema
-from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
-from earl_core.rollout.gateway.bodies import characters, check_encodable
+from earl_core.environments.base import Message, ToolCall
+from earl_core.rollout.chat.tool_calls import Tools
+from earl_core.rollout.gateway import chat_request, constraints
+from earl_core.rollout.gateway.call import Answer
+from earl_core.rollout.gateway.chat_request import ChatRequest, Reading
+from earl_core.rollout.gateway.constraints import Constraint
+from earl_core.rollout.gateway.fields import CHAT, check
 from earl_core.rollout.gateway.refusals import invalid
-from earl_core.rollout.gateway.session import Answer
-from earl_core.system.errors import ConfigError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_REFUSED = {
-    "functions": "it is the older form of tools: name tools",
-    "stop": "answers end at the model's end of turn and at rollout.stop: name strings there",
-    "response_format": "answers are not constrained: ask for the format in a message",
-    "logit_bias": "answers are sampled from the policy as it is",
-}
-_AROUND = 8
-"""Characters that a template puts around a message, at least."""
-_HARMLESS: dict[str, tuple[Any, ...]] = {"response_format": ({"type": "text"},)}
+MOST_ANSWERS = 128
+"""Of one request, as OpenAI has it."""
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """The parts of a request that count. token_ids, logprobs: whether the reply has them."""
-
-    messages: list[Message]
-    tools: Tools
-    max_tokens: int | None
-    model: str
-    stream: bool
-    usage: bool
-    logprobs: bool
-    token_ids: bool
-
-    @property
-    def characters(self) -> int:
-        """Count the characters of all that the prompt may hold: every field of its messages, the
-        tools' schemas, and the token or more that a template puts around each message."""
-        said = sum(len(each["content"]) + _AROUND for each in self.messages)
-        # `name`, ids and the calls, too.
-        beside = (
-            characters(value)
-            for each in self.messages
-            for key, value in each.items()
-            if key not in ("role", "content")
-        )
-        return said + sum(beside) + len(self.tools.key)
-
-
-def parse(body: Any) -> ChatRequest:
+def parse(body: Any, reading: Reading) -> ChatRequest:
     """Raises `HTTPException` with the field that is wrong."""
-    if not isinstance(body, dict):
-        raise invalid("the body must be a JSON object")
-    for key, why in _REFUSED.items():
-        if body.get(key) and body[key] not in _HARMLESS.get(key, ()):
-            raise invalid(f"{key} is not supported: {why}")
-    if body.get("n") not in (None, 1):
-        raise invalid("n must be 1: a group's episodes are played side by side")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
+    body = chat_request.json_object(body)
+    check(body, CHAT)
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
         raise invalid("messages must be a list of at least one message")
+    messages = [_message(number, message) for number, message in enumerate(given)]
     options = body.get("stream_options")
+    tools, asked = tools_and_choice(body, chat_request.schemas(body.get("tools") or []))
+    asked += _form(body)
+    constraints.refuse(asked, reading.constrained)
     return ChatRequest(
-        messages=[_message(number, message) for number, message in enumerate(messages)],
-        tools=_tools(body),
+        messages=messages,
+        opening=_opening(body, messages),
+        tools=Tools(tools, _template_options(body, reading)),
         max_tokens=budget(body),
         model=str(body.get("model", "")),
         stream=bool(body.get("stream")),
+        count=chat_request.whole_number(body, "n", 1, MOST_ANSWERS) or 1,
+        stop_token_ids=chat_request.token_ids(body, "stop_token_ids", reading.vocabulary),
+        stop=chat_request.stop_strings(body, "stop"),
+        constraints=asked,
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
+        ids_as_text=bool(body.get("return_tokens_as_token_ids")),
         token_ids=bool(body.get("return_token_ids")),
     )
 
 
-def reply(request: ChatRequest, answer: Answer, name: str) -> dict[str, Any]:
+def reply(request: ChatRequest, answers: Sequence[Answer], name: str) -> dict[str, Any]:
     """The body of a reply that is not streamed."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": _said(answer),
-        "finish_reason": answer.finish_reason,
-        "logprobs": logprobs(answer) if request.logprobs else None,
+    body = {
+        **_head(request, name, "chat.completion"),
+        "choices": [_choice(request, *each) for each in enumerate(answers)],
+        "usage": _usage(answers),
     }
-    body = {**_head(request, name, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
     if request.token_ids:
-        choice["token_ids"] = answer.completion.tokens
-        choice["spans"] = spans(answer)
-        body["prompt_token_ids"] = answer.prompt
+        body["prompt_token_ids"] = answers[0].prompt
     return body
 
 
@@ -110,48 +75,109 @@ class Chunks:
     def __init__(self, request: ChatRequest, name: str) -> None:
         self._request = request
         self._head = _head(request, name, "chat.completion.chunk")
-        self._begun: dict[str, Any] = {"role": "assistant"}
+        self._begun = False
 
     def piece(self, text: str) -> str:
         """The event of the next piece."""
         return self._choice({"content": text})
 
-    def end(self, answer: Answer, sent: str) -> Iterator[str]:
+    def end(self, answers: Sequence[Answer], sent: str) -> Iterator[str]:
         """The last events. sent: the text of all pieces."""
-        delta = _said(answer)
-        del delta["role"]
-        content = delta.pop("content")
-        delta["content"] = content and content[len(sent) :]
-        for index, call in enumerate(delta.get("tool_calls", ())):
-            call["index"] = index
-        yield self._choice(delta, values=logprobs(answer) if self._request.logprobs else None)
-        yield self._choice({}, answer.finish_reason)
+        for number, answer in enumerate(answers):
+            delta = _said(answer)
+            del delta["role"]
+            content = delta.pop("content")
+            delta["content"] = content and content[len(sent) :]
+            for index, call in enumerate(delta.get("tool_calls", ())):
+                call["index"] = index
+            values = _logprobs(self._request, answer) if self._request.logprobs else None
+            yield self._choice(delta, number, values=values)
+            yield self._choice({}, number, answer.finish_reason)
+            self._begun = False
         if self._request.usage:
-            yield _event({**self._head, "choices": [], "usage": _usage(answer)})
+            yield event({**self._head, "choices": [], "usage": _usage(answers)})
         yield "data: [DONE]\n\n"
 
     def error(self, body: dict[str, Any]) -> str:
         """The event of a refusal after the first piece. body: as `error_body` makes it."""
-        return _event(body)
+        return event(body)
+
+    def error_body(self, status: int, code: str, message: str) -> dict[str, Any]:
+        """As the module's."""
+        return error_body(status, code, message)
 
     def _choice(
         self,
         delta: dict[str, Any],
+        index: int = 0,
         reason: str | None = None,
         values: dict[str, Any] | None = None,
     ) -> str:
-        if reason is None:
-            delta, self._begun = self._begun | delta, {}
-        choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": reason}
+        if reason is None and not self._begun:
+            delta, self._begun = {"role": "assistant", **delta}, True
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason}
         if values is not None:
             choice["logprobs"] = values
-        return _event({**self._head, "choices": [choice]})
+        return event({**self._head, "choices": [choice]})
 
 
 def error_body(status: int, code: str, message: str) -> dict[str, Any]:
     """The body of a refusal, as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def budget(body: Mapping[str, Any]) -> int | None:
+    """The limit of the answer's tokens. Raises `HTTPException`."""
+    limits = [
+        chat_request.whole_number(body, key, 1) for key in ("max_completion_tokens", "max_tokens")
+    ]
+    return next((limit for limit in limits if limit is not None), None)
+
+
+def tools_and_choice(
+    body: Mapping[str, Any], given: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[Constraint]]:
+    """The tools that the model is told of, and what `tool_choice` and `parallel_tool_calls` ask
+    for. Raises `HTTPException`."""
+    choice, names = body.get("tool_choice"), chat_request.names_of(given)
+    asked: list[Constraint] = []
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind == "none":
+        given = []
+    elif kind == "required":
+        asked = [constraints.calls("tool_choice", names)]
+    elif isinstance(choice, Mapping) and kind == "function":
+        asked = [constraints.calls("tool_choice", _known([choice], names))]
+    elif isinstance(choice, Mapping) and kind == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        among = _known(allowed.get("tools") or [], names)
+        needed = allowed.get("mode") == "required"
+        form = constraints.calls if needed else constraints.calls_among
+        asked = [form("tool_choice", among)]
+    elif kind not in (None, "auto"):
+        raise invalid("tool_choice must be auto, none, required, a function or allowed_tools")
+    if asked and not given:
+        raise invalid("tool_choice asks for a call, and tools has none")
+    if given and body.get("parallel_tool_calls") is False:
+        asked.append(constraints.one_call("parallel_tool_calls"))
+    return given, asked
+
+
+def logprobs(answer: Answer) -> dict[str, Any]:
+    """A token's text is its id, as vLLM's `return_tokens_as_token_ids` says it."""
+    pairs = zip(answer.completion.tokens, answer.completion.logprobs, strict=True)
+    return _content((f"token_id:{token}", None, value) for token, value in pairs)
+
+
+def spans(answer: Answer) -> list[dict[str, int]]:
+    """List the policy versions, each with the tokens that it sampled."""
+    return [span._asdict() for span in answer.completion.spans]
+
+
+def event(body: Mapping[str, Any], name: str = "") -> str:
+    """A server-sent event."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(body)}\n\n"
 
 
 def _message(number: int, message: Any) -> Message:
@@ -161,21 +187,18 @@ def _message(number: int, message: Any) -> Message:
     given = message.get("tool_calls") or []
     if not isinstance(given, list):
         raise invalid(f"{where}.tool_calls must be a list")
-    calls = [_call(where, each) for each in given]
+    calls = [_call(f"{where}.tool_calls", each) for each in given]
     content = message.get("content")
-    if content is None and calls:
+    if content is None and message["role"] == "assistant":
         content = ""
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if not all(isinstance(text, str) for text in texts):
-            raise invalid(f"{where}.content has a part that is no text")
-        content = "".join(str(text) for text in texts)
-    if not isinstance(content, str):
-        raise invalid(f"{where}.content must be a text")
-    role = "system" if message["role"] == "developer" else str(message["role"])
-    read: Message = {"role": role, "content": content.strip() if role == "assistant" else content}
-    if calls:
-        read["tool_calls"] = calls
+    text = chat_request.text_of(content, f"{where}.content")
+    if message["role"] == "assistant":
+        read = chat_request.assistant(text, calls)
+    else:
+        role = "system" if message["role"] == "developer" else str(message["role"])
+        read = Message(role=role, content=text)
+        if calls:
+            read["tool_calls"] = calls
     for key in ("tool_call_id", "name"):
         if isinstance(message.get(key), str):
             read[key] = message[key]
@@ -183,37 +206,87 @@ def _message(number: int, message: Any) -> Message:
 
 
 def _call(where: str, call: Any) -> ToolCall:
-    """Arguments come as a text of JSON; templates want them as they are."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise invalid(f"{where}.tool_calls has a call without function.name")
-    try:
-        given = function.get("arguments") or "{}"
-        arguments = json.loads(given)
-    except (TypeError, ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise invalid(f"{where}.tool_calls: the arguments of {name!r:.50} are no JSON object")
-    if "\\u" in given:
-        check_encodable(arguments, f"{where}.tool_calls: the arguments of {name[:50]}")
-    read: FunctionCall = {"name": name, "arguments": arguments}
-    return {"id": str(call.get("id", "")), "type": "function", "function": read}
+    if not isinstance(function, Mapping):
+        raise invalid(f"{where} has a call without a function")
+    name, arguments = function.get("name"), function.get("arguments")
+    return chat_request.call_of(where, call.get("id"), name, arguments)
 
 
-def _tools(body: Mapping[str, Any]) -> Tools:
-    choice = body.get("tool_choice", "auto")
-    given = body.get("tools") or []
-    if choice not in ("auto", "none", None):
-        raise invalid("tool_choice must be auto or none: answers are not constrained")
-    if not isinstance(given, list):
-        raise invalid("tools must be a list")
-    try:
-        for schema in given:
-            check_schema(schema)
-    except ConfigError as error:
-        raise invalid(str(error)) from error
-    return NO_TOOLS if choice == "none" else Tools(given)
+def _opening(body: Mapping[str, Any], messages: list[Message]) -> str:
+    """The text of the last message where the answer goes on with it, which then is no message
+    before it."""
+    begins = body.get("add_generation_prompt")
+    if not body.get("continue_final_message"):
+        if begins is False:
+            raise invalid(
+                "add_generation_prompt: false leaves open whose turn it is: name "
+                "continue_final_message: true to have the answer go on with the last message"
+            )
+        return ""
+    if begins:
+        raise invalid("continue_final_message and add_generation_prompt exclude each other")
+    last = body["messages"][-1]
+    if len(messages) < 2 or messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
+        raise invalid("continue_final_message wants a last message that is the assistant's text")
+    messages.pop()
+    return chat_request.text_of(last.get("content") or "", "the last message's content")
+
+
+def _template_options(body: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+    given = body.get("chat_template_kwargs") or {}
+    options = chat_request.template_options(given, reading, "chat_template_kwargs")
+    return chat_request.effort(body.get("reasoning_effort"), reading, "reasoning_effort") | options
+
+
+def _form(body: Mapping[str, Any]) -> list[Constraint]:
+    asked = constraints.of_format("response_format", body.get("response_format"))
+    given = body.get("structured_outputs") or {}
+    if not isinstance(given, Mapping):
+        raise invalid("structured_outputs must be a JSON object")
+    for key, value in given.items():
+        if value in (None, False):
+            continue
+        if key not in _FORMS:
+            raise invalid(f"structured_outputs.{key} is not supported: ask for {', '.join(_FORMS)}")
+        asked.append(_FORMS[key](f"structured_outputs.{key}", value))
+    for key in ("json", "choice", "regex"):
+        if body.get(f"guided_{key}"):
+            asked.append(_FORMS[key](f"guided_{key}", body[f"guided_{key}"]))
+    return asked
+
+
+_FORMS = {
+    "json": constraints.of_schema,
+    "json_object": lambda field, _: constraints.of_format(field, "json_object")[0],
+    "choice": constraints.of_choice,
+    "regex": constraints.of_pattern,
+}
+
+
+def _known(given: Any, names: Sequence[str]) -> list[str]:
+    """The names of tools that a choice names."""
+    found = []
+    for each in given if isinstance(given, list) else [given]:
+        function = each.get("function", each) if isinstance(each, Mapping) else {}
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or name not in names:
+            raise invalid(f"tool_choice names {name!r:.50}, and tools has no such function")
+        found.append(name)
+    return found
+
+
+def _choice(request: ChatRequest, index: int, answer: Answer) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": _said(answer),
+        "finish_reason": answer.finish_reason,
+        "logprobs": _logprobs(request, answer) if request.logprobs else None,
+    }
+    if request.token_ids:
+        choice["token_ids"] = answer.completion.tokens
+        choice["spans"] = spans(answer)
+    return choice
 
 
 def _said(answer: Answer) -> dict[str, Any]:
@@ -222,21 +295,13 @@ def _said(answer: Answer) -> dict[str, Any]:
     if "tool_calls" in message:
         message["content"] = message["content"] or None
         message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
+            {
+                **call,
+                "function": {**call["function"], "arguments": chat_request.arguments_text(call)},
+            }
             for call in message["tool_calls"]
-            for arguments in [call["function"]["arguments"]]
         ]
     return message
-
-
-def budget(body: Mapping[str, Any]) -> int | None:
-    """The limit of the answer's tokens. Raises `HTTPException`."""
-    given = body.get("max_completion_tokens") or body.get("max_tokens")
-    if given is None:
-        return None
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise invalid(f"max_tokens must be a whole number above 0, not {given!r:.50}")
-    return given
 
 
 def _head(request: ChatRequest, name: str, kind: str) -> dict[str, Any]:
@@ -248,8 +313,9 @@ def _head(request: ChatRequest, name: str, kind: str) -> dict[str, Any]:
     }
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    prompt, sampled = len(answer.prompt), len(answer.completion.tokens)
+def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+    prompt = len(answers[0].prompt)
+    sampled = sum(len(answer.completion.tokens) for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,
@@ -257,20 +323,16 @@ def _usage(answer: Answer) -> dict[str, int]:
     }
 
 
-def logprobs(answer: Answer) -> dict[str, Any]:
-    """A token's text is its id, as vLLM's `return_tokens_as_token_ids` says it."""
-    pairs = zip(answer.completion.tokens, answer.completion.logprobs, strict=True)
+def _logprobs(request: ChatRequest, answer: Answer) -> dict[str, Any]:
+    if request.ids_as_text:
+        return logprobs(answer)
+    rows = zip(answer.texts, answer.completion.logprobs, strict=True)
+    return _content((token.text, list(token.content), value) for token, value in rows)
+
+
+def _content(rows: Iterator[tuple[str, list[int] | None, float]]) -> dict[str, Any]:
     content: list[dict[str, Any]] = [
-        {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
-        for token, value in pairs
+        {"token": text, "logprob": value, "bytes": content, "top_logprobs": []}
+        for text, content, value in rows
     ]
     return {"content": content, "refusal": None}
-
-
-def spans(answer: Answer) -> list[dict[str, int]]:
-    """List the policy versions, each with the tokens that it sampled."""
-    return [span._asdict() for span in answer.completion.spans]
-
-
-def _event(body: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(body)}\n\n"

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from earl_core.rollout.gateway import chat_completions
+from earl_core.rollout.gateway.call import Answer
+from earl_core.rollout.gateway.chat_request import (
+    json_object,
+    stop_strings,
+    token_ids,
+    whole_number,
+)
+from earl_core.rollout.gateway.fields import GENERATE, SAMPLING, check
 from earl_core.rollout.gateway.refusals import invalid
-from earl_core.rollout.gateway.session import Answer
-
-_REFUSED = ("stop", "structured_outputs", "logit_bias", "bad_words")
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,15 @@ class GenerateRequest:
     token_ids: list[int]
     max_tokens: int | None
     logprobs: bool
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 def parse(body: Any, vocabulary: int) -> GenerateRequest:
     """Raises `HTTPException` with the field that is wrong. vocabulary: how many tokens the
     policy may sample."""
-    if not isinstance(body, dict):
-        raise invalid("the body must be a JSON object")
+    body = json_object(body)
+    check(body, GENERATE)
     ids = body.get("token_ids")
     if not isinstance(ids, list) or not ids:
         raise invalid("token_ids must be a list of at least one token's id")
@@ -41,16 +48,14 @@ def parse(body: Any, vocabulary: int) -> GenerateRequest:
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, Mapping):
         raise invalid("sampling_params must be a JSON object")
-    if body.get("stream"):
-        raise invalid("stream is not supported here: the answer comes in one piece")
-    for key in _REFUSED:
-        if sampling.get(key):
-            raise invalid(f"sampling_params.{key} is not supported: answers are the policy's own")
-    if sampling.get("n") not in (None, 1):
-        raise invalid("sampling_params.n must be 1: a group's episodes are played side by side")
-    budget = chat_completions.budget(sampling)
+    check(sampling, SAMPLING, "sampling_params.")
     return GenerateRequest(
-        str(body.get("model", "")), ids, budget, sampling.get("logprobs") is not None
+        str(body.get("model", "")),
+        ids,
+        whole_number(sampling, "max_tokens", 1),
+        sampling.get("logprobs") is not None,
+        token_ids(sampling, "stop_token_ids", vocabulary),
+        stop_strings(sampling, "stop"),
     )
 
 

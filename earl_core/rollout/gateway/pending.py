@@ -8,8 +8,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.gateway.call import Answer
 from earl_core.rollout.gateway.refusals import refused
-from earl_core.rollout.gateway.session import Answer
 from earl_core.rollout.rollout_load import LoadMeter
 
 
@@ -17,14 +17,16 @@ class PendingAnswer:
     """limit: seconds that it may take; None: any."""
 
     def __init__(
-        self, answering: Coroutine[Any, Any, Answer], limit: float | None, meter: LoadMeter
+        self, answering: Coroutine[Any, Any, list[Answer]], limit: float | None, meter: LoadMeter
     ) -> None:
         self._task = asyncio.ensure_future(answering)
         self._limit, self._meter = limit, meter
         self._began = time.monotonic()
 
-    async def wait(self, seconds: float | None, *others: asyncio.Future[None]) -> Answer | None:
-        """The answer; None after so many seconds, or when one of the others is done, before it.
+    async def wait(
+        self, seconds: float | None, *others: asyncio.Future[None]
+    ) -> Sequence[Answer] | None:
+        """The answers; None after so many seconds, or when one of the others is done, before it.
 
         Raises what the answering raises, and `HTTPException` when its time is over.
         """
@@ -53,10 +55,11 @@ class PendingAnswer:
 
 
 class Growth:
-    """The tokens that the engine has sampled of an answer so far."""
+    """The tokens that the engine has sampled of an answer so far. held: characters at the end of
+    the text that its end may still cut off."""
 
-    def __init__(self, chat: ChatTokenizer) -> None:
-        self._chat = chat
+    def __init__(self, chat: ChatTokenizer, held: int = 0) -> None:
+        self._chat, self._held = chat, held
         self._tokens: list[int] = []
         self.sent = ""
         """All pieces so far."""
@@ -73,6 +76,7 @@ class Growth:
     def piece(self) -> str:
         """Return the known part of the answer's text beyond the pieces so far."""
         text = self._chat.beginning_of(self._tokens)
+        text = text[: max(len(text) - self._held, 0)]
         piece = text[len(self.sent) :]
         self.sent += piece
         return piece

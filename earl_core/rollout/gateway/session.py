@@ -12,18 +12,21 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
 from earl_core.environments.base import Message
 from earl_core.rollout.chat.chat import ChatTokenizer
-from earl_core.rollout.engines.engine import Completion, GenerationRequest, OnTokens
+from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings, check_overflow
 from earl_core.rollout.gateway.aside import LARGE, Aside, TooManyTokens, check_length
+from earl_core.rollout.gateway.asked_prompts import CACHE, AskedPrompts
 from earl_core.rollout.gateway.bodies import characters
-from earl_core.rollout.gateway.branches import Branches, Placing, Prompt
+from earl_core.rollout.gateway.branches import Branches
+from earl_core.rollout.gateway.call import Answer, Call
+from earl_core.rollout.gateway.constraints import Constraint
+from earl_core.rollout.gateway.placing import Placing, Prompt
 from earl_core.rollout.gateway.refusals import invalid, refused
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
@@ -42,32 +45,6 @@ _OPPONENTS = 8
 """The budgets of the opponent's side are as large as those of so many policies."""
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
-Locate = Callable[[Branches], Placing]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request. locate: chooses its place among the branches. opponent: on that side, which is
-    recorded nowhere. on_tokens: see `GenerationRequest`. characters: of all that the template may
-    render. tokens: of a client that renders itself. texts: the longest of what is rendered."""
-
-    locate: Locate
-    max_tokens: int | None
-    opponent: bool = False
-    characters: int = 0
-    on_tokens: OnTokens | None = None
-    tokens: int = 0
-    texts: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a request. finish_reason: stop, length or tool_calls."""
-
-    message: Message
-    finish_reason: str
-    prompt: list[int]
-    completion: Completion
 
 
 class _Side:
@@ -84,8 +61,8 @@ class _Side:
 class Session:
     """One episode that an agent plays by requests. key: the secret that these carry.
 
-    aside: for large requests. trained: whether there is a side that is; else all answers are the
-    opponent's.
+    aside: for large requests. asked_prompts: of all sessions. trained: whether there is a side that
+    is; else all answers are the opponent's.
     """
 
     def __init__(
@@ -96,6 +73,7 @@ class Session:
         meter: LoadMeter,
         max_model_len: int,
         aside: Aside,
+        asked_prompts: AskedPrompts,
         trained: bool = True,
     ) -> None:
         self.spec = spec
@@ -107,6 +85,10 @@ class Session:
         self._most_tokens = max(max_model_len, settings.positions or 0)
         self._most_characters = longest * self._most_tokens
         self._aside, self._large = aside, asyncio.Lock()
+        self._asked_prompts = asked_prompts
+        self._counting: list[asyncio.Task[None]] = []
+        self.conversations: dict[str, Sequence[Message]] = {}
+        """Conversations up to answers that can be gone on with by name."""
         self._policy = _Side(chat, settings, spec.seed, 1)
         self._opponent = _Side(chat, settings, derive_seed(spec.seed, "opponent"), _OPPONENTS)
         self._trained = trained
@@ -134,38 +116,54 @@ class Session:
         """True while a request waits for its answer."""
         return self._asking > 0
 
-    async def complete(self, call: Call, generate: Generate) -> Answer:
-        """The policy's answer.
+    async def complete(self, call: Call, generate: Generate) -> list[Answer]:
+        """The policy's answers, as many as the call wants.
 
         Raises what `refused` makes, `ContextOverflow`, and what `generate` raises; when it is
         cancelled the same request may come again."""
         side = self._opponent if call.opponent or not self._trained else self._policy
         self._check(side, call)
-        side.calls += 1
-        place: Placing | Prompt | None = None
+        side.calls += call.count
+        places: list[Placing | Prompt] = []
+        prompts: list[Prompt] = []
         try:
-            place = call.locate(side.branches)
-            place = prompt = await self._prompt(place, call, side)
-            request = self._request(side, prompt, call)
+            # All are busy before the first is rendered: each has a place of its own.
+            places += [call.locate(side.branches) for _ in range(call.count)]
+            for number, place in enumerate(list(places)):
+                assert isinstance(place, Placing)
+                self._note_skipped(side, place)
+                prompts.append(await self._prompt(place, call, side))
+                places[number] = prompts[-1]
+            requests = [self._request(side, prompt, call) for prompt in prompts]
             with self._waiting():
-                completion = await generate(request)
-            if completion.finish_reason == "cancelled":
+                completions = await _all_of(generate, requests)
+            if any(each.finish_reason == "cancelled" for each in completions):
                 raise refused(503, "cancelled", "the engine gave the request up")
         except BaseException:
-            side.calls -= 1
-            if place is not None:
+            side.calls -= call.count
+            for place in places:
                 side.branches.give_up(place)
             raise
         if self._over:
             raise _over()
-        if completion.finish_reason == "model_context":
-            self._check_overflow(self._max_model_len + 1)
-        message = side.branches.answer(prompt, completion)
+        for completion in completions:
+            if completion.finish_reason == "model_context":
+                self._check_overflow(self._max_model_len + 1)
+        return [
+            self._answer(side, prompt, completion, call)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
+    def _answer(self, side: _Side, prompt: Prompt, completion: Completion, call: Call) -> Answer:
+        """Record one answer."""
+        tokens = prompt.tokens
+        message, stopped_by = side.branches.answer(prompt, completion, call.stop)
         side.sampled += len(completion.tokens)
         self._meter.generated_tokens += len(completion.tokens)
         self._meter.prompt_tokens += len(prompt.given)
         if side is self._policy:
             self._last = prompt.branch.samples[-1]
+            self._note_form(call.constraints, prompt.branch.messages[-1])
         else:
             self._meter.opponent_calls += 1
             self._meter.opponent_tokens += len(completion.tokens)
@@ -174,14 +172,44 @@ class Session:
         if "tool_calls" in message:
             self._meter.tool_calls += len(message["tool_calls"])
             reason = "tool_calls"
-        return Answer(message, reason, request.tokens, completion)  # type: ignore[arg-type]
+        texts = map(self._chat.token_texts.of, completion.tokens) if call.token_texts else ()
+        return Answer(message, reason, tokens, completion, list(texts), stopped_by)
+
+    def _note_skipped(self, side: _Side, place: Placing) -> None:
+        """Count answers that the agent has from elsewhere, and not from its session."""
+        if side is not self._policy or not place.said:
+            return
+        episode = self.spec.episode_id
+        if self._asked_prompts.answered_elsewhere(episode, place.said, place.known):
+            self._meter.answers_from_elsewhere += 1
+        self._asked_prompts.asked(episode, place.said)
+
+    def _note_form(self, constraints: Sequence[Constraint], message: Message) -> None:
+        """Count whether an answer has the form that was asked for."""
+        if not constraints:
+            return
+
+        async def count() -> None:
+            fits = [await each.satisfied(message) for each in constraints]
+            self._meter.constrained_satisfied += all(fits)
+
+        self._meter.constrained_calls += 1
+        # Nobody waits for it but the end of the session: the answer is recorded.
+        self._counting.append(asyncio.create_task(count()))
+
+    async def counted(self) -> None:
+        """Wait until all forms of answers are counted."""
+        await asyncio.gather(*self._counting)
+        self._asked_prompts.forget(self.spec.episode_id)
 
     def end(self, reward: float, info: Mapping[str, Any]) -> Episode:
         """The episode with the agent's own verdict on it. Later requests are refused."""
         episode = self._end(self._cut or "done")
         if self._last is None:
             episode.finish_reason = "environment_error"
-            episode.info["failure"] = "the agent ended without a single answer of the policy"
+            episode.info["failure"] = (
+                f"the agent ended without a single answer of the policy: {CACHE}"
+            )
         else:
             self._last.turn_rewards[-1] = reward
         episode.take(info)
@@ -283,6 +311,10 @@ class Session:
         if tokens is not None and side.sampled >= tokens:
             told = f"{tokens} tokens (rollout.max_tokens_per_episode)"
             raise self._spent(side, "max_tokens", told)
+        if side.calls + call.count > calls:
+            raise invalid(
+                f"n is {call.count}, and the episode has {calls - side.calls} answers left"
+            )
         if side.branches.begun >= _MOST_BRANCHES:
             raise refused(400, "too_many_branches", f"{_MOST_BRANCHES} conversations begun")
         if call.characters > self._most_characters:
@@ -299,6 +331,8 @@ class Session:
         self._check_tokens(side, len(tokens))
         settings = self._settings
         left = None if side.most_tokens is None else side.most_tokens - side.sampled
+        if left is not None:
+            left = max(left // call.count, 1)
         budgets = [each for each in (call.max_tokens, settings.max_tokens_per_turn, left) if each]
         return GenerationRequest(
             sequence_id=self._sequence_id(side, prompt.branch.number),
@@ -306,8 +340,9 @@ class Session:
             max_tokens=min(budgets, default=None),
             temperature=settings.temperature,
             seed=side.branches.draw_seed(prompt.branch),
-            stop_token_ids=self._chat.stop_token_ids,
+            stop_token_ids=tuple(dict.fromkeys([*self._chat.stop_token_ids, *call.stop_token_ids])),
             on_tokens=call.on_tokens,
+            ends=self._chat.ends_by(call.stop) if call.stop else self._chat.ends,
         )
 
     def _check_tokens(self, side: _Side, tokens: int) -> None:
@@ -339,6 +374,21 @@ class Session:
     def _count_live(self, tokens: int) -> None:
         self._live += tokens
         self._meter.tokens_live(tokens)
+
+
+async def _all_of(
+    generate: Generate, requests: Sequence[GenerationRequest]
+) -> Sequence[Completion]:
+    """All completions; when one fails, or this is cancelled, the others are given up."""
+    if len(requests) == 1:
+        return [await generate(requests[0])]
+    tasks = [asyncio.ensure_future(generate(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _over() -> HTTPException:

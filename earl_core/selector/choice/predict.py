@@ -1,6 +1,5 @@
 """Seconds and memory of every candidate under the load that the next iterations will bring:
-roofline, measurements and memory model together.
-"""
+roofline, measurements and memory model together."""
 
 from __future__ import annotations
 

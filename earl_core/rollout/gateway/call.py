@@ -1,0 +1,51 @@
+"""A request to a session, and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from earl_core.environments.base import Message
+from earl_core.rollout.chat.token_texts import TokenText
+from earl_core.rollout.engines.engine import Completion, OnTokens
+from earl_core.rollout.gateway.branches import Branches
+from earl_core.rollout.gateway.constraints import Constraint
+from earl_core.rollout.gateway.placing import Placing
+
+Locate = Callable[[Branches], Placing]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request. locate: chooses the place of an answer among the branches. opponent: on that side,
+    which is recorded nowhere. on_tokens: see `GenerationRequest`. characters: of all that the
+    template may render. tokens: of a client that renders itself. texts: the longest of what is
+    rendered. count: answers. stop_token_ids: besides the model's own.
+    stop: strings that end the answer, which is cut before them. constraints: on the form of
+    the answer. token_texts: whether the answer has them."""
+
+    locate: Locate
+    max_tokens: int | None
+    opponent: bool = False
+    characters: int = 0
+    on_tokens: OnTokens | None = None
+    tokens: int = 0
+    texts: Sequence[str] = ()
+    count: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    constraints: Sequence[Constraint] = ()
+    token_texts: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request. finish_reason: stop, length or tool_calls. texts: of its tokens.
+    stopped_by: the string that ended it."""
+
+    message: Message
+    finish_reason: str
+    prompt: list[int]
+    completion: Completion
+    texts: Sequence[TokenText] = ()
+    stopped_by: str = ""

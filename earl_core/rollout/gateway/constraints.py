@@ -1,0 +1,130 @@
+"""The form of an answer that a request asks for: a call, one call, JSON, a schema, a pattern.
+
+Answers are sampled freely: one that does not have the form goes back as it is, and the framework
+asks again. It is counted whether they have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from earl_core.environments.base import Message
+from earl_core.environments.tools.arguments import ArgumentCheck, is_costly, misfit
+from earl_core.rollout.gateway.refusals import invalid
+from earl_core.system.errors import EarlError
+
+_CHECK = ArgumentCheck()
+"""The check of this process."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """field: that asks for it. fits: whether an answer has the form; may take its time where it is
+    costly."""
+
+    field: str
+    fits: Callable[[Message], bool]
+    costly: bool = False
+
+    async def satisfied(self, answer: Message) -> bool:
+        """Tell whether an answer has the form."""
+        return await asyncio.to_thread(self.fits, answer) if self.costly else self.fits(answer)
+
+
+def calls(field: str, names: Collection[str] = ()) -> Constraint:
+    """A call of a tool, or of one of those."""
+
+    def fits(answer: Message) -> bool:
+        called = [call["function"]["name"] for call in answer.get("tool_calls", ())]
+        return bool(called) and (not names or all(name in names for name in called))
+
+    return Constraint(field, fits)
+
+
+def calls_among(field: str, names: Collection[str]) -> Constraint:
+    """No call, or calls of these tools only."""
+    needed = calls(field, names).fits
+    return Constraint(field, lambda answer: "tool_calls" not in answer or needed(answer))
+
+
+def one_call(field: str) -> Constraint:
+    """One call at most."""
+    return Constraint(field, lambda answer: len(answer.get("tool_calls", ())) <= 1)
+
+
+def of_format(field: str, given: Any) -> list[Constraint]:
+    """OpenAI's formats: {"type": "text", "json_object" or "json_schema"}. Raises `HTTPException`
+    for others."""
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if kind in (None, "text"):
+        return []
+    if kind == "json_object":
+        return [_text(field, lambda text: isinstance(json.loads(text), dict))]
+    if kind == "json_schema":
+        within = given.get("json_schema", given)
+        return [of_schema(field, within.get("schema") if isinstance(within, Mapping) else None)]
+    raise invalid(f"{field}.type must be text, json_object or json_schema")
+
+
+def of_schema(field: str, schema: Any) -> Constraint:
+    """JSON of a schema. Raises `HTTPException` for what is none."""
+    from jsonschema import Draft202012Validator, SchemaError
+
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError:
+            schema = None
+    if not isinstance(schema, dict):
+        raise invalid(f"{field} must have a JSON schema, an object")
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise invalid(f"{field} is no JSON schema: {error.message:.300}") from None
+    if is_costly(schema):
+        return _text(field, lambda text: not _CHECK.misfit(field, schema, json.loads(text)), True)
+    return _text(field, lambda text: not misfit(schema, json.loads(text)))
+
+
+def of_choice(field: str, given: Any) -> Constraint:
+    """One of several texts. Raises `HTTPException` for what are none."""
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise invalid(f"{field} must be a list of texts")
+    return _text(field, lambda text: text in given)
+
+
+def of_pattern(field: str, given: Any) -> Constraint:
+    """The whole text of a regular expression. Raises `HTTPException` for what is none."""
+    try:
+        re.compile(given)
+    except (TypeError, re.error) as error:
+        raise invalid(f"{field} is no regular expression: {error}") from None
+    # Beside the event loop, and within bounds: a pattern may backtrack for ever.
+    schema = {"type": "string", "pattern": f"^(?:{given})$"}
+    return _text(field, lambda text: not _CHECK.misfit(field, schema, text), True)  # type: ignore[arg-type]
+
+
+def refuse(constraints: Sequence[Constraint], how: str) -> None:
+    """Raise `HTTPException` for constraints where `rollout.requests.constrained` refuses them."""
+    if constraints and how == "refuse":
+        raise invalid(
+            f"{constraints[0].field} asks for answers of a form, and they are sampled freely "
+            "(rollout.requests.constrained is refuse): ask for the form in a message"
+        )
+
+
+def _text(field: str, fits: Callable[[str], bool], costly: bool = False) -> Constraint:
+    def of_message(answer: Message) -> bool:
+        if "tool_calls" in answer:
+            return True
+        try:
+            return fits(answer["content"].rpartition("</think>")[2].strip())
+        except (ValueError, RecursionError, EarlError):
+            return False
+
+    return Constraint(field, of_message, costly)
