@@ -21,6 +21,7 @@ from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.aside import Aside
+from earl_core.rollout.gateway.asked_prompts import AskedPrompts
 from earl_core.rollout.gateway.session import Call, Session
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import EarlError
@@ -85,7 +86,9 @@ def planned(number: int, reward: float) -> Episode:
     """A planner answers first and last, an executor between: two conversations of a session."""
     chat = ChatTokenizer(char_tokenizer(CHATML))
     spec = EpisodeSpec(number, 0, 0, seed=number)
-    session = Session(spec, chat, PlaySettings(max_turns=8), LoadMeter(1), 4096, Aside(chat))
+    session = Session(
+        spec, chat, PlaySettings(max_turns=8), LoadMeter(1), 4096, Aside(chat), AskedPrompts()
+    )
 
     async def answer(request: GenerationRequest) -> Completion:
         return Completion([40, 41], [-0.5, -0.5], "stop", [VersionSpan(0, 0, 2)])
@@ -208,7 +211,13 @@ def test_agents_that_write_their_history_anew_have_anchors(tmp_path: Path) -> No
         for number in range(2):
             spec = EpisodeSpec(number, 0, 0, seed=number)
             session = Session(
-                spec, chat, PlaySettings(max_turns=8), LoadMeter(1), 4096, Aside(chat)
+                spec,
+                chat,
+                PlaySettings(max_turns=8),
+                LoadMeter(1),
+                4096,
+                Aside(chat),
+                AskedPrompts(),
             )
             history: list[Message] = [{"role": role, "content": f"you are {number}"}]  # type: ignore[misc]
             for turn in range(3):

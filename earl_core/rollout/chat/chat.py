@@ -156,8 +156,10 @@ class ChatTokenizer:
         if not tools:
             return Answer(text, text, stopped_by=stopped_by)
         raw, _ = cut(self.raw_text_of(sampled), stop, len(self.raw_text_of(opening)))
+        # A format that is configured wrongly is no error of the answer.
+        parser = self.parser
         try:
-            beside, calls = self.parser.parse(raw, tools)
+            beside, calls = parser.parse(raw, tools)
         except ValueError as error:
             return Answer(text, raw, error=str(error), stopped_by=stopped_by)
         return Answer(beside if calls else text, raw, calls, stopped_by=stopped_by)
