@@ -98,7 +98,7 @@ def planned(number: int, reward: float) -> Episode:
         said: list[Message] = [
             {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
         ]
-        reply = await session.complete(Call(lambda side: side.place(said), None), answer)
+        (reply,) = await session.complete(Call(lambda side: side.place(said), None), answer)
         told.append(reply.message["content"])
 
     async def run() -> None:
