@@ -88,7 +88,7 @@ def test_directories_and_globs_of_files(home: str) -> None:
     for split in ({}, {"split": "dev"}):
         with pytest.raises(ConfigError, match="has the splits train, test: name one of them"):
             questions(f"{home}/data", **split)
-    with pytest.raises(ConfigError, match=r"where no .jsonl or .parquet file lies"):
+    with pytest.raises(ConfigError, match=r"holds no .jsonl or .parquet file"):
         questions(f"{home}/data/*.parquet")
 
 

@@ -27,8 +27,8 @@ def test_a_run_goes_on_where_its_directory_says(run: RunDirectory) -> None:
     assert resume_point(run) == (0, "select", None)
     for stage in ("select", "rollout"):
         seal(run, 0, stage, "k")
-    assert resume_point(run) == (0, "reference", None)
-    for stage in ("reference", "reward", "advantage"):
+    assert resume_point(run) == (0, "reward", None), "without a penalty there is no reference"
+    for stage in ("reward", "advantage"):
         seal(run, 0, stage, "k")
     written = checkpoint(run, 0, "key")
     # Without its seal a checkpoint is nobody's.
