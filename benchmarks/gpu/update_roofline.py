@@ -35,7 +35,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.learner import policy_learner, token_logprobs
 from earl_core.learner.attention import attention_plan, varlen_cuda
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.data.samples import split_table
+from earl_core.learner.data.samples import gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
 from earl_core.learner.microbatches import UpdateMetrics
 from earl_core.learner.model import settle
@@ -151,12 +151,13 @@ def _learner(cell: Cell) -> PolicyLearner:
 
 def _step(learner: PolicyLearner, samples: Sequence[TrainingSample]) -> None:
     """One optimizer step over all samples, without the metrics that need their values."""
-    table, own = learner._table(samples, Skipped())
+    table, own = gathered_table(learner._ranks, samples, Skipped().table, learner.whole_episodes)
     [minibatch] = split_table(table, own, 1, seed=0, iteration=0, epoch=0)
-    plan = learner._plan(samples, minibatch.rows)
+    algorithm = learner._algorithm
+    plan = learner._plan(samples, minibatch.rows, algorithm)
     learner._step(
-        samples, minibatch, plan, len(plan),
-        metrics=UpdateMetrics(1e-6), iteration=0, first_pass=False, before_step=None, report=None,
+        samples, minibatch, plan, len(plan), algorithm,
+        metrics=UpdateMetrics(1e-6), iteration=0, compared=False, before_step=None, report=None,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.control.learner import call_learner, ensure_learner
+from earl_core.control.prompt_waves import whole_iteration
 from earl_core.control.replicas import ReplicasLost, deal, play_evaluation, play_rollout
 from earl_core.control.run_controller import RunController, close_controller, open_controller
 from earl_core.control.stage_execution import judge
@@ -29,6 +30,14 @@ from tasks.tracking.tracker import Tracker
 
 GAMES = {"name": "tic_tac_toe", "options": {"style": "compact"}}
 PROMPTS, GROUP = 7, 2
+
+
+def played(
+    controller: RunController, deployment: StageDeployment, iteration: int, weights: Manifest
+) -> dict[str, Any]:
+    """The iteration's episodes, all at once."""
+    wave = whole_iteration(controller.run, iteration)
+    return play_rollout(controller, deployment, iteration, weights, "rollout", wave)
 
 
 def engines(count: int) -> StageDeployment:
@@ -112,11 +121,11 @@ def test_engines_come_and_go_and_change_nothing(
     progress: list[dict[str, Any]] = []
     controller.listener = lambda stage, iteration, event: progress.append(event)
 
-    alone = play_rollout(controller, engines(1), 0, weights)
+    alone = played(controller, engines(1), 0, weights)
     alone["rows"] = rows(controller, alone)
     greedy = play_evaluation(controller, engines(1), 0, weights)
     first = controller.groups.live("rollout")
-    together = play_rollout(controller, engines(3), 0, weights)
+    together = played(controller, engines(3), 0, weights)
     assert_equal(controller, together, alone)
     assert [len(alone["shards"]), len(together["shards"])] == [1, 3]
     assert together["metrics"]["replicas"] == 3
@@ -129,7 +138,7 @@ def test_engines_come_and_go_and_change_nothing(
     (tmp_path / "hold").touch()
     killer = threading.Thread(target=kill_the_held_engine, args=(controller, tmp_path))
     killer.start()
-    survived = play_rollout(controller, engines(3), 0, weights)
+    survived = played(controller, engines(3), 0, weights)
     killer.join()
     assert_equal(controller, survived, alone)
     assert survived["metrics"]["replicas_lost"] == 1
@@ -138,7 +147,7 @@ def test_engines_come_and_go_and_change_nothing(
     (note,) = [x for x in controller.run.ledger() if "was lost" in x["event"]]
     assert "signal 9" in note["event"]
     # The lost engine is back at the next use; one that no layout has any more is gone.
-    again = play_rollout(controller, engines(2), 0, weights)
+    again = played(controller, engines(2), 0, weights)
     assert again["metrics"]["replicas_lost"] == 0
     assert_equal(controller, again, alone)
     assert controller.groups.live("rollout", 1) is not None
@@ -151,7 +160,7 @@ def test_engines_come_and_go_and_change_nothing(
     (tmp_path / "hold").touch()
     killer = threading.Thread(target=kill_the_idle_engine_too, args=(controller, tmp_path))
     killer.start()
-    taken_over = play_rollout(controller, engines(2), 0, weights)
+    taken_over = played(controller, engines(2), 0, weights)
     killer.join()
     assert_equal(controller, taken_over, alone)
     assert taken_over["metrics"]["replicas_lost"] == 2
@@ -244,9 +253,9 @@ def test_episodes_that_end_every_engine_end_the_run(
     monkeypatch.setenv("EARL_FAULT", "rollout.played0@0=kill")
     controller = opened()
     with pytest.raises(ReplicasLost, match=r"(?s)prompts 0 to 0 .* have cost 2 engines.*signal 9"):
-        play_rollout(controller, engines(3), 0, weights)
+        played(controller, engines(3), 0, weights)
     with pytest.raises(ReplicasLost, match=r"(?s)all 2 rollout engines were lost.*signal 9"):
-        play_rollout(controller, engines(2), 0, weights)
+        played(controller, engines(2), 0, weights)
 
 
 @pytest.mark.campaign
@@ -258,7 +267,7 @@ def test_an_engine_lost_between_its_shard_and_its_report(
     played: dict[str, Any] = {}
 
     def body() -> dict[str, Any]:
-        played.update(play_rollout(controller, engines(2), 0, weights))
+        played.update(played(controller, engines(2), 0, weights))
         return {"shards": played["shards"]}
 
     judge(controller, 0, "rollout", [])
@@ -268,4 +277,4 @@ def test_an_engine_lost_between_its_shard_and_its_report(
     on_disk = {path.name for path in controller.run.store.directory.glob("*-rollout-*.arrow")}
     assert on_disk == known
     with pytest.raises(WorkerLost, match="signal 9"):
-        play_rollout(controller, engines(1), 0, weights)
+        played(controller, engines(1), 0, weights)

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from earl_core.control.replicas import play_rollout
 from earl_core.deployment.stage_deployment import StageDeployment
 from tests.flows.runs import REPOSITORY, Runs
 from tests.flows.test_replicas import (
@@ -22,6 +21,7 @@ from tests.flows.test_replicas import (
     Opened,
     kill_the_held_engine,
     opened,
+    played,
     rows,
     weights,
 )
@@ -123,9 +123,9 @@ def test_a_killed_vllm_process_costs_its_engine_only(
         target=kill_the_held_engine, args=(controller, tmp_path, "EngineCore")
     )
     killer.start()
-    played = play_rollout(controller, deployment, 0, weights)  # type: ignore[arg-type]
+    first = played(controller, deployment, 0, weights)
     killer.join()
-    assert [s["episode_id"] for s in rows(controller, played)] == list(range(PROMPTS * GROUP))
-    assert played["metrics"]["replicas_lost"] == 1
-    again = play_rollout(controller, deployment, 1, weights)  # type: ignore[arg-type]
+    assert [s["episode_id"] for s in rows(controller, first)] == list(range(PROMPTS * GROUP))
+    assert first["metrics"]["replicas_lost"] == 1
+    again = played(controller, deployment, 1, weights)
     assert again["metrics"]["replicas_lost"] == 0
