@@ -93,6 +93,7 @@ def test_an_engine_that_is_lost_in_a_wave_costs_its_share_of_it(
 ) -> None:
     """The second engine plays prompt 3 of the second wave, of prompts 2 and 3."""
     engines = "stages.rollout={replicas: 2}"
+    runs.environment["EARL_FAULT_ONCE"] = str(runs.directory)
     runs.train(*REPLACING, engines, fault="rollout.played3@0=kill")
     assert_as_undisturbed(runs, undisturbed)
     assert [line["rollout/replicas_lost"] for line in runs.metrics()] == [1, 0]
