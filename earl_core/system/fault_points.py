@@ -3,7 +3,7 @@
 `EARL_FAULT=update.step0@2=kill` kills every process that reaches the point `update.step0` in
 iteration 2, `update.step0@2:1=kill` only rank 1 of the group. Actions: `kill` (SIGKILL to itself),
 `stop` (SIGSTOP to itself: no heartbeat), `hang` (sleep for ever, with heartbeats), `linger` (sleep
-for six seconds, then go on), `enospc` (raise OSError as a full disk does), `memory` (raise what
+for ten seconds, then go on), `enospc` (raise OSError as a full disk does), `memory` (raise what
 torch raises when it gets no memory), `gorge` (take memory until the kernel ends it), `raise`
 (RuntimeError). Several faults stand with `;` between them. `EARL_FAULT_ONCE=DIRECTORY` makes each
 happen once only, among all processes: a file there says that it has. Unset, a point costs one
@@ -59,7 +59,7 @@ def _happen(place: str, action: str) -> None:
     while action == "hang":
         time.sleep(60)
     if action == "linger":
-        time.sleep(6)
+        time.sleep(10)
         return
     if action == "enospc":
         raise OSError(errno.ENOSPC, "No space left on device (injected)")
