@@ -10,6 +10,7 @@ k - 1. `train` begins the iterations in order, each as a flow run of its own.
 | rollout | rollout k - 1 is sealed, and the version that it plays is evaluated, if that is due |
 | reward, advantage | their inputs are sealed |
 | reference, update | iteration k - 1 is published |
+| publish | iteration k - 1 has ended |
 | the end: metrics, STABLE, release of shards | iteration k - 1 has ended |
 """
 
@@ -62,6 +63,9 @@ class Overlap:
             await self._evaluate(iteration)
         elif ROLES[stage.role].placed:
             await self._reached(iteration - 1, "publish")
+            if stage.makes == "weights":
+                # Which deletes older ones, and the end of that iteration saves some.
+                await self._reached(iteration - 1, END)
 
     async def before_end(self, iteration: int) -> None:
         """Wait until the iteration may be finished."""

@@ -117,6 +117,8 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
             try:
                 await step(controller, number, pages)
             except StateLost:
+                # Side by side, earlier ones have ended meanwhile: the oldest open one has failed.
+                number = controller.next_iteration()
                 if not _may_go_back(controller, number, returned):
                     raise
                 controller.go_back()

@@ -60,7 +60,8 @@ def input_weights(
     if version < versions.before(iteration) and controller.learners["update"].version != version:
         raise StateLost(
             f"policy version {version}, which iteration {iteration} plays, is neither in shared "
-            "memory nor saved: resume the run, which repeats what is missing"
+            "memory nor saved: resume the run, which repeats what is missing; where "
+            "schedule.staleness was raised since, set it back"
         )
     with (
         surviving(controller, iteration, stage),

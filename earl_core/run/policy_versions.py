@@ -69,9 +69,11 @@ class PolicyVersions:
         return self.before(iteration - self._staleness)
 
     def to_play(self, after: int) -> range:
-        """The versions, older than the one that iteration `after` made, that rollouts of later
-        iterations are played with."""
-        return range(self.played(after + 1), self.update(after).made)
+        """The versions up to the one that iteration `after` made that rollouts of later iterations
+        are played with, if these are stale; none where each is played with the newest."""
+        newest = self.update(after).made
+        # Rollouts that run ahead play the newest too, before a learner may hold it after a resume.
+        return range(self.played(after + 1), newest + (self._staleness > 0))
 
     def of_stage(self, iteration: int, stage: str) -> int:
         """The version that the stage's manifest names: what it evaluates, trains or publishes, or

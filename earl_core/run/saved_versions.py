@@ -1,8 +1,9 @@
-"""Published weights on disk, beside the checkpoints: the older versions that rollouts still play.
+"""Published weights on disk, beside the checkpoints: the versions that stale rollouts still play.
 
 A run whose rollouts are stale (`schedule.staleness` above 0) plays versions that no learner holds
-any more. Before a checkpoint becomes STABLE they are copied from shared memory, so that whoever
-goes on from it finds them. They go with the checkpoint.
+any more, and the newest before a resumed learner holds it. Before a checkpoint becomes STABLE they
+are copied from shared memory, so that whoever goes on from it finds them. They go with the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _NAME = re.compile(r"weights-([0-9]{8})-[0-9a-f]{32}\.safetensors")
 
 
 def save_versions(run: RunDirectory, iteration: int) -> None:
-    """Copy the versions that rollouts after this iteration play, but for the one that its
-    checkpoint holds. Raises `ManifestError` for one that is nowhere."""
+    """Copy the versions up to this iteration's that rollouts after it play. Raises `ManifestError`
+    for one that is nowhere."""
     for version in run.versions.to_play(iteration):
         published = run.manifest(*run.versions.publication(version))
         hand_over(published, run.path, run.store.directory, run.path)
