@@ -22,6 +22,7 @@ _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBxI48x")
 _SOURCE_PORT = struct.Struct("!4xH")
 _USER = struct.Struct("=64xI")
+_STATUS = struct.Struct("=i")
 _LISTENING = 10
 """State of a socket, TCP_LISTEN."""
 
@@ -57,6 +58,9 @@ def _told(family: int) -> Iterator[tuple[int, int]]:
             while data:
                 size, kind, *_ = _HEADER.unpack_from(data)
                 if kind == _DONE:
+                    # A module that is not there ends the answer with an error, and not before it.
+                    if size >= _HEADER.size + 4 and _STATUS.unpack_from(data, _HEADER.size)[0] < 0:
+                        raise OSError("the kernel does not tell who listens")
                     return
                 if kind == _ERROR:
                     raise OSError("the kernel does not tell who listens")

@@ -91,6 +91,13 @@ def adapter_manifest(
     """
     file, config = directory / PAIRS_FILE, read_adapter_config(directory)
     pairs, noted = open_file(file), _noted_base(directory / PAIRS_FILE)
+    try:
+        for name in pairs:
+            matrix_name(name)
+    except ValueError as error:
+        raise ConfigError(
+            f"{directory}: {error}: take an adapter that has pairs beside linear layers only"
+        ) from error
     if noted and (digest := base_digest_of(base)) != noted:
         raise ConfigError(
             f"the adapter in {directory} was trained beside weights of digest {noted}, and {base} "

@@ -127,3 +127,27 @@ def test_every_field_is_done_or_refused_or_changes_nothing(
         assert "colour is unknown here" in reply.json()["error"]["message"]
 
     asked(scenario, engine, max_turns=1000, max_tokens_per_turn=20)
+
+
+ODD: list[Any] = [
+    [None], {"type": None}, {"type": "allowed_tools", "allowed_tools": []}, "json_schema",
+    {"format": "json_schema"}, {"regex": "a{9999999999}"}, "a{9999999999}",
+    {"pattern": "a{9999999999}"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("api", [api for api, (path, _) in APIS.items() if path])
+def test_a_value_of_a_wrong_form_costs_its_request_only(api: str) -> None:
+    path, fields = APIS[api]
+
+    async def scenario(asking: Asking) -> None:
+        url = asking.url.removesuffix("/v1") + path.removeprefix("POST ")
+        tools = {"tools": DONE[api]["tools"]} if "tools" in fields else {}
+        for name in (name for name, field in fields.items() if field.verdict == "done"):
+            for value in ODD:
+                body = {**LEAST[api], **tools, name: value}
+                reply = await asking.http.post(url, json=body)
+                assert reply.status_code in (200, 400), (name, value, reply.text)
+        assert (await asking.http.post(url, json=LEAST[api])).status_code == 200
+
+    asked(scenario, answering(), max_turns=4000, max_tokens_per_turn=20)

@@ -180,8 +180,12 @@ class Endpoints:
 
         def read() -> Asked:
             body = parse_body(content)
-            session.check_tools(body)
-            return parse(body)
+            try:
+                session.check_tools(body)
+                return parse(body)
+            except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+                # A value of a form that no reader of a field has thought of is the client's.
+                raise invalid(f"the request cannot be read: {error}") from error
 
         return read() if len(content) < LARGE else await self._aside.run(read)
 

@@ -304,7 +304,7 @@ class Session:
             raise invalid(
                 f"n is {call.count}, and the episode has {calls - side.calls} answers left"
             )
-        if side.branches.begun >= _MOST_BRANCHES:
+        if side.branches.begun + call.count > _MOST_BRANCHES:
             raise refused(400, "too_many_branches", f"{_MOST_BRANCHES} conversations begun")
         if call.characters > self._most_characters:
             raise self.too_long(
