@@ -30,6 +30,7 @@ from earl_core.learner.parallel.mesh import leave_world
 from earl_core.learner.parallel_model import parallelize
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.weights.manifest import WeightsManifest
 from earl_core.weights.publish import publish
 from tools.harness import REPOSITORY, Report, Row, interval, median, parser
 from tools.harness import publish as publish_report
@@ -56,13 +57,28 @@ async def _engine_rounds(
     engine: Engine, model: PreTrainedModel, shared: Path, rounds: int
 ) -> tuple[Seconds, int]:
     """Publish and load `rounds` versions; the first into fresh pages."""
+
+    def made(version: int) -> WeightsManifest:
+        return publish(dict(model.named_parameters()), shared, version, DTYPE)
+
+    return await _versions(engine, shared, rounds, made, lambda: _change(model))
+
+
+async def _versions(
+    engine: Engine,
+    shared: Path,
+    rounds: int,
+    made: Callable[[int], WeightsManifest],
+    change: Callable[[], None] = lambda: None,
+) -> tuple[Seconds, int]:
+    """Have the engine play `rounds` versions; the seconds, and the bytes of the last one."""
     seconds: Seconds = {"publish": [], "load": []}
     size, last = 0, None
     pool = SegmentPool(shared, sys.maxsize)
     for version in range(1, rounds + 1):
-        _change(model)
+        change()
         began = time.perf_counter()
-        manifest = publish(dict(model.named_parameters()), shared, version, DTYPE)
+        manifest = made(version)
         published = time.perf_counter()
         await engine.play_under(manifest)
         seconds["publish"].append(published - began)
@@ -83,19 +99,11 @@ async def _adapter_rounds(
     entry = entry_of(AdapterConfig(rank=ADAPTER_RANK), shell, "")
     attach_pairs(shell, entry, torch.float32)
     pairs = {peft_name(n): torch.randn(each.shape) for n, each in pairs_of(shell).items()}
-    seconds: Seconds = {"publish": [], "load": []}
-    pool, last, written = SegmentPool(shared, sys.maxsize), None, 0
-    for version in range(1, rounds + 1):
-        began = time.perf_counter()
-        manifest = publish(pairs, shared, version, DTYPE, adapter=entry)
-        published = time.perf_counter()
-        await engine.play_under(manifest)
-        seconds["publish"].append(published - began)
-        seconds["load"].append(time.perf_counter() - published)
-        if last is not None:
-            pool.release(last)
-        last, written = Path(manifest.files[0].path), manifest.bytes
-    return seconds, written
+
+    def made(version: int) -> WeightsManifest:
+        return publish(pairs, shared, version, DTYPE, adapter=entry)
+
+    return await _versions(engine, shared, rounds, made)
 
 
 async def _reload_rounds(

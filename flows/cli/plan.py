@@ -184,11 +184,7 @@ def explain_question(
             f"{shape.max_positions:,}: ask for less"
         )
     console = make_console(quiet=as_json)
-    device = device_of(hardware)
-    devices = plural(hardware.devices, device.name)
-    if hardware.gpus:
-        devices = f"{hardware.hosts} x {hardware.devices_per_host} {device.name}"
-    size = f" ({shape.parameters / 1e9:.3g} B parameters) on {devices}"
+    size = f" ({shape.parameters / 1e9:.3g} B parameters) on {_devices(hardware)}"
     console.print(Text.assemble((name, "bold"), size))
     if pairs:
         console.print(_adapter(shape))
@@ -218,6 +214,13 @@ def explain_question(
         raise ConfigError(str(error)) from error
     if explain:
         _print_figures(hardware, console)
+
+
+def _devices(hardware: Hardware) -> str:
+    name = device_of(hardware).name
+    if hardware.gpus:
+        return f"{hardware.hosts} x {hardware.devices_per_host} {name}"
+    return plural(hardware.devices, name)
 
 
 def _need(shape: ModelShape, loads: Sequence[PlannedLoad], value: int) -> Need:
