@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,8 @@ from earl_core.system.service import Service, read_services
 from flows.server import Access, access_of
 from tests.cli.conftest import CONFIG, Earl
 from tests.flows.conftest import free_port
+from tests.flows.server import ask_patiently
+from tests.shared import in_memory
 
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -25,6 +25,7 @@ FAULTS = "update.step0@2=kill;update.step0@3=hang"
 """Iteration 2 loses its update, iteration 3 never ends; each of them once."""
 
 RUN_SECONDS = 150.0
+PAGE_SECONDS = 90.0
 _ENDS = {"Completed", "Failed", "Crashed", "Cancelled"}
 
 
@@ -57,7 +58,9 @@ class Site:
 
     def schedules(self, deployment: str) -> list[dict[str, Any]]:
         """As the server has them."""
-        return self.access.ask(f"deployments/name/{deployment}/{deployment}")["schedules"]
+        return ask_patiently(self.access, f"deployments/name/{deployment}/{deployment}")[
+            "schedules"
+        ]
 
     def open_form(self, deployment: str) -> None:
         self.open_deployment(deployment)
@@ -69,13 +72,13 @@ class Site:
         """Submit the form, and open the page of its flow run."""
         known = self._submitted()
         self.page.get_by_role("button", name="Submit").click()
-        (identity,) = until(lambda: self._submitted() - known, 30, self.told)
+        (identity,) = until(lambda: self._submitted() - known, RUN_SECONDS, self.told)
         self.open_flow_run(identity)
 
     def _submitted(self) -> set[str]:
         """The ids of all flow runs of the deployment `iteration`; each is renamed as it begins."""
         chosen = {"deployments": {"name": {"any_": ["iteration"]}}}
-        return {each["id"] for each in self.access.ask("flow_runs/filter", chosen)}
+        return {each["id"] for each in ask_patiently(self.access, "flow_runs/filter", chosen)}
 
     def open_flow_run(self, identity: str) -> None:
         self.page.goto(f"{self.url}/runs/flow-run/{identity}")
@@ -120,11 +123,11 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Earl]:
+def here() -> Iterator[Earl]:
     """`earl` in a directory of its own, without a server."""
-    shared_memory = Path(f"/dev/shm/earl-browser-tests-{os.getpid()}")
-    yield Earl(tmp_path_factory.mktemp("browser"), shared_memory)
-    shutil.rmtree(shared_memory, ignore_errors=True)
+    with in_memory("browser") as place:
+        (place / "here").mkdir()
+        yield Earl(place / "here", place / "shards")
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +170,7 @@ def browser() -> Iterator[Browser]:
 def site(browser: Browser, services: dict[str, Service], here: Earl, run: Path) -> Site:
     """Prefect's pages, logged in."""
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(PAGE_SECONDS * 1000)
     site = Site(page, access_of(services["prefect"]), run, here.directory / "faults")
     site.log_in()
     return site

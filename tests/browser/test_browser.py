@@ -10,10 +10,11 @@ import pytest
 from playwright.sync_api import Browser
 
 from earl_core.system.service import Service
-from tests.browser.conftest import CHROMIUM, RUN_SECONDS, Site, until
+from tests.browser.conftest import CHROMIUM, PAGE_SECONDS, RUN_SECONDS, Site, until
 from tests.cli.conftest import Earl
+from tests.flows.server import ask_patiently
 
-CANCEL_SECONDS = 25.0
+CANCEL_SECONDS = 60.0
 """Within which a cancelled flow run's workers are gone, also beside another test; Prefect itself
 kills after 30."""
 
@@ -69,15 +70,19 @@ def test_a_killed_iteration_says_how_it_goes_on_and_is_retried(site: Site) -> No
     site.wait_for("Failed")
     site.tab("Logs")
     sentence = f'Continue with: earl resume {site.run}")'
-    until(lambda: sentence in site.told(), 20, site.told)
+    until(lambda: sentence in site.told(), PAGE_SECONDS, site.told)
     assert "was killed by signal 9" in site.told()
     assert "Traceback" not in site.told()
     # The runner and the worker report the process's end; a retry before that would be crashed.
-    until(lambda: site.told().count("unhandled exception or assertion error") > 1, 60, site.told)
+    until(
+        lambda: site.told().count("unhandled exception or assertion error") > 1,
+        PAGE_SECONDS,
+        site.told,
+    )
     # Both may still be about to.
     assert any(_retried(site) == "Completed" for _ in range(3)), site.told()
     site.tab("Task Runs")
-    until(lambda: site.told().count("Cached") >= 4, 20, site.told)
+    until(lambda: site.told().count("Cached") >= 4, PAGE_SECONDS, site.told)
     assert f"{site.run.name} 2" in site.told()
 
 
@@ -86,7 +91,7 @@ def _retried(site: Site) -> str:
     time.sleep(3)
     before = site.state()
     site.confirm("Retry", "Retry")
-    until(lambda: site.state() not in (before, ""), 20, site.told)
+    until(lambda: site.state() not in (before, ""), PAGE_SECONDS, site.told)
     ends = ("Completed", "Failed", "Crashed")
     return until(lambda: site.state() in ends and site.state(), RUN_SECONDS, site.told)
 
@@ -95,9 +100,9 @@ def test_the_schedule_has_fired(site: Site) -> None:
     chosen = {"flows": {"name": {"any_": ["evaluate"]}}, "sort": "EXPECTED_START_TIME_ASC"}
     states = {"flow_runs": {"state": {"name": {"any_": ["Completed"]}}}}
     found = until(
-        lambda: site.access.ask("flow_runs/filter", {**chosen, **states}),
+        lambda: ask_patiently(site.access, "flow_runs/filter", {**chosen, **states}),
         RUN_SECONDS,
-        lambda: site.access.ask("flow_runs/filter", chosen),
+        lambda: ask_patiently(site.access, "flow_runs/filter", chosen),
     )
     # It would go on beside the tests that follow.
     (schedule,) = site.schedules("evaluate")

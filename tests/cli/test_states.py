@@ -97,7 +97,7 @@ def test_a_live_process_corrects_others(
     monkeypatch.setattr(reaper, "EVERY_SECONDS", 0.2)
     reaper.keep_reconciled(access, tmp_path)
     killed = running(access, tags_of(gone, tmp_path))
-    until(lambda: state_of(access, killed) == "CRASHED", 20)
+    until(lambda: state_of(access, killed) == "CRASHED", 120)
 
 
 @pytest.mark.parametrize("noted", [None, "FAILED", "killed"])

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.flows.runs import Runs
-from tests.shared import made_once
+from tests.shared import in_memory, made_once
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,9 +28,13 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def prefect_server() -> Iterator[dict[str, str]]:
     """Environment variables of a real Prefect server on a free loopback port."""
-    home = tmp_path_factory.mktemp("prefect")
+    with in_memory("prefect") as home:
+        yield from _served(home)
+
+
+def _served(home: Path) -> Iterator[dict[str, str]]:
     port = free_port()
     environment = {
         "PREFECT_HOME": str(home),

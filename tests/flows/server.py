@@ -10,13 +10,17 @@ from tests.flows.runs import Runs
 
 
 def ask(runs: Runs, path: str, body: dict[str, Any] | None = None) -> Any:
-    """POST to the server's API (GET without a body).
+    """POST to the server's API (GET without a body)."""
+    names = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
+    return ask_patiently(Access(*(runs.environment[name] for name in names)), path, body)
+
+
+def ask_patiently(access: Access, path: str, body: dict[str, Any] | None = None) -> Any:
+    """POST to the API (GET without a body).
 
     A read is repeated where no answer comes: on a loaded machine Prefect's server, which has one
     SQLite file, was seen to leave a question unanswered for more than 30 s.
     """
-    names = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
-    access = Access(*(runs.environment[name] for name in names))
     reads = body is None or path.endswith("/filter")
     deadline = time.monotonic() + 120
     while True:

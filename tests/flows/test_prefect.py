@@ -99,7 +99,7 @@ class Submitted:
     def wait_for_process(self) -> None:
         """Until the worker knows how the flow's process ended; before, a retry would be crashed."""
         exits = self._log.read_text
-        until(lambda: exits().count(_EXITED) > self._exits, 60, exits)
+        until(lambda: exits().count(_EXITED) > self._exits, 180, exits)
 
     def retry(self) -> None:
         """Prefect's own Retry, the same flow run again, until it is completed. The worker writes
@@ -197,7 +197,7 @@ def _iteration_is_cancelled_and_retried(runs: Runs) -> None:
     until((runs.directory / "once" / "update.step0@3").exists, 240, flow_run.logs)
     flow_run.set_state("CANCELLING", "Cancelling")
     runs.wait_for_workers_to_end(15)
-    flow_run.until("Cancelled", seconds=30)
+    flow_run.until("Cancelled", seconds=90)
     flow_run.wait_for_process()
     flow_run.retry()
     states = flow_run.stages()
