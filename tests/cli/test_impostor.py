@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from earl_core.system.identity import new_identity
 from earl_core.system.processes import ProcessId
 from earl_core.system.service import Service, write_services
@@ -136,6 +138,7 @@ def served(runs: Path, name: str, port: int) -> Service:
 
 
 @only_root
+@pytest.mark.slow
 def test_no_client_of_ours_takes_another_listener_for_the_server_that_was_there(
     tmp_path: Path, fresh_earl: Earl
 ) -> None:

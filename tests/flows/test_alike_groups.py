@@ -52,6 +52,7 @@ def played(runs: Runs, iteration: int) -> list[int]:
     return sorted(set(pq.read_table(path, columns=["prompt_id"])["prompt_id"].to_pylist()))
 
 
+@pytest.mark.slow
 def test_stopped_in_each_wave_nothing_is_played_twice(runs: Runs, undisturbed: Undisturbed) -> None:
     faults = [
         *("rollout_wave1.after@0", "reward_wave2.after@0", "rollout_wave3.after@0"),

@@ -75,6 +75,7 @@ def off(point: str, iteration: int, overrides: Sequence[str] = ()) -> Step:
     return {"overrides": list(overrides), "fault": fault, "lose_memory": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "minibatches",
     [

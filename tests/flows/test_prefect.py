@@ -19,6 +19,11 @@ from earl_core.run.lock import RunLock
 from tests.flows.runs import REPOSITORY, Runs
 from tests.flows.server import ask
 
+_POLLS = (
+    *("PREFECT_WORKER_QUERY_SECONDS", "PREFECT_WORKER_CANCELLATION_POLL_SECONDS"),
+    "PREFECT_RUNNER_POLL_FREQUENCY",
+)
+
 _EXITED = " exited "
 """Is in the worker's line about each process of a flow that has ended."""
 
@@ -30,7 +35,7 @@ def worker(runs: Runs, project: Path, **more: str) -> Iterator[None]:
     for part in ("flows", "tasks", "earl_core", "prefect.yaml"):
         source = REPOSITORY / part
         (shutil.copytree if source.is_dir() else shutil.copy)(source, project / part)
-    environment = {**runs.environment, "PREFECT_WORKER_QUERY_SECONDS": "2", **more}
+    environment = {**runs.environment, **dict.fromkeys(_POLLS, "1"), **more}
     output = (project / "worker.log").open("w")
 
     def prefect(*arguments: str) -> list[str]:

@@ -265,6 +265,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, floa
     return launch("tests.learner.context_ranks", "compare", RANKS, scratch, 180.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["attention", "llama", "qwen2", "gpt2", "mistral"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_equal_one_process(differences: list[dict[str, float]], size: int, kind: str) -> None:
@@ -275,6 +276,7 @@ def test_ranks_equal_one_process(differences: list[dict[str, float]], size: int,
         assert not wrong, f"rank {rank}"
 
 
+@pytest.mark.slow
 def test_gathered_keys_do_not_wait_for_the_backward_pass(
     differences: list[dict[str, float]],
 ) -> None:

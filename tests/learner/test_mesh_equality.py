@@ -54,7 +54,7 @@ def test_every_mesh_equals_one_process(ranks: int, meshes: int, computed: Path) 
     ("function", "ranks", "meshes"),
     [
         ("compare_mixed", 2, 4),
-        ("compare_mixed_pairs", 4, 2),
+        pytest.param("compare_mixed_pairs", 4, 2, marks=pytest.mark.slow),
         pytest.param("compare_mixed", 4, 7, marks=pytest.mark.campaign),
     ],
 )

@@ -45,6 +45,7 @@ def test_weights_and_moments_are_those_of_an_update_that_computes_all(
     assert found["entropy"] == pytest.approx(wanted["entropy"], rel=0.2)
 
 
+@pytest.mark.slow
 def test_every_mesh_of_two_ranks_skips_as_one_process_computes(tmp_path: Path) -> None:
     zero_ranks.prepare(tmp_path)
     for found in launch("tests.learner.zero_ranks", "compare", 2, tmp_path / "ranks"):

@@ -130,6 +130,7 @@ def test_hanging_at_start(runs: Runs, paused: Server, caplog: pytest.LogCaptureF
     assert tracker.failing
 
 
+@pytest.mark.slow
 def test_hanging_later_then_back(
     runs: Runs, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,6 +157,7 @@ def test_hanging_later_then_back(
     assert tracker.dropped == 0
 
 
+@pytest.mark.slow
 def test_dead_later_then_another_attempt_completes_it(
     runs: Runs, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
