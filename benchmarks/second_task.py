@@ -73,21 +73,21 @@ def trained(seed: int, arm: str, options: Any) -> list[Row]:
     first, name = f"first_{seed}", f"{arm}_{seed}"
     common = {
         "seed": seed,
-        "runs_directory": str(runs),
-        "rollout.max_turns": 21,
-        "update.learning_rate": 1e-3,
-        "checkpoint.every": 10,
-        "checkpoint.keep": 100,
-    }
-    model = {
         "model.path": str(options.scratch / f"model_{seed}"),
         "model.builder_options": {
             "hidden": 128, "layers": 3, "seed": seed, "characters": "-0123456789XO.|/"
         },
+        "runs_directory": str(runs),
+        "rollout.max_turns": 21,
+        "update.learning_rate": 1e-3,
+        "checkpoint.every": 10,
+        "checkpoint.keep_last": 100,
+    }  # fmt: skip
+    alone = {
         "iterations": options.first_iterations,
         "evaluation.every": 0,
-    }  # fmt: skip
-    _train(first, {**common, **model})
+    }
+    _train(first, {**common, **alone})
     both = zip(_TASKS, (_FIRST, _SECOND), strict=True)
     suites = [{**task, "label": label, "prompts": options.episodes} for label, task in both]
     played: dict[str, Any] = {"environment": _SECOND}
@@ -95,6 +95,7 @@ def trained(seed: int, arm: str, options: Any) -> list[Row]:
         suites[0]["gate"] = True
         kl = {"reference": "initial", "coefficient": options.coefficient}
         played = {
+            "algorithm.kl": {"placement": "loss", "estimator": "k2"},
             "environment": None,
             "environments": [
                 {**_SECOND, "label": "second", "weight": 3},
@@ -102,12 +103,9 @@ def trained(seed: int, arm: str, options: Any) -> list[Row]:
             ],
         }
     second = {
-        "model.path": None,
-        "model.builder": None,
         "model.from": f"{first}@last",
         "iterations": options.second_iterations,
         "evaluation": {"every": 10, "suites": suites},
-        "algorithm.kl": {"placement": "loss", "estimator": "k2"},
         **played,
     }
     _train(name, {**common, **second})
