@@ -36,7 +36,7 @@ def main() -> None:
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--first-iterations", type=int, default=40)
     made.add_argument("--second-iterations", type=int, default=40)
-    made.add_argument("--coefficient", type=float, default=0.1, help="of the anchor's KL")
+    made.add_argument("--coefficient", type=float, default=0.3, help="of the anchor's KL")
     made.add_argument("--episodes", type=int, default=256, help="held-out games of each task")
     options = made.parse_args()
     if options.quick:
