@@ -27,9 +27,8 @@ from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.play import play_agents
-from earl_core.system.import_path import import_object
 from earl_core.trajectory.samples import EpisodeSpec, VersionSpan
-from tools.harness import Report, interval, median, parser, publish
+from tools.harness import Report, build_model, interval, median, parser, publish
 
 SIDES = {
     "loop": ("benchmarks.gateway:Talk", play),
@@ -179,9 +178,7 @@ def main() -> None:
     if options.quick:
         options.turns, options.rounds = 2, 1
     config = load_config(options.config, options.set)
-    if not (Path(config.model.path) / "config.json").is_file():
-        build = import_object(config.model.builder, "model.builder")
-        build(Path(config.model.path), **config.model.builder_options)
+    build_model(config)
     report = Report("gateway", "Agents behind the gateway")
     asyncio.run(compare(config, options, report))
     report.notes.append(

@@ -25,6 +25,7 @@ from earl_core.rollout.engines.engine import Completion, Engine, GenerationReque
 from tools.harness import (
     REPOSITORY,
     Report,
+    build_model,
     config_here,
     interval,
     median,
@@ -244,6 +245,7 @@ def main() -> None:
     options = _options()
     report = Report("rollout", "Agent loop against raw vLLM and the torch engine")
     config = config_here(options.config, options.set)
+    build_model(config)
     names = [OURS, *RAW]
     names += [] if options.no_adapter else [ADAPTER]
     names += [] if options.no_torch else [TORCH]

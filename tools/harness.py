@@ -26,6 +26,7 @@ from rich.table import Table
 from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
 from earl_core.system.hardware import processor_name
+from earl_core.system.import_path import import_object
 from tools.endings import end_with_us, of_benchmark
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -87,6 +88,13 @@ def config_here(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     from earl_core.control.precision import resolved
 
     return resolved(load_config(file, overrides)).config
+
+
+def build_model(config: RunConfig) -> None:
+    """Make the run file's model where it is not there yet, as `earl train` would."""
+    model = config.model
+    if model.builder and not (Path(model.path) / "config.json").is_file():
+        import_object(model.builder, "model.builder")(Path(model.path), **model.builder_options)
 
 
 def precision_of(config: RunConfig) -> list[str]:
