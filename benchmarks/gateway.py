@@ -168,9 +168,8 @@ async def compare(config: RunConfig, options: argparse.Namespace, report: Report
 
 
 def main() -> None:
-    made = parser("Agents behind the gateway against the built-in loop.")
+    made = parser("Agents behind the gateway against the built-in loop.", overrides=True)
     made.add_argument("--config", default="demo", help="its model and engine")
-    made.add_argument("--set", action="append", default=[], metavar="A.B=C")
     made.add_argument("--sessions", type=int, default=32)
     made.add_argument("--turns", type=int, default=4, help="calls of a session")
     made.add_argument("--tokens", type=int, default=64, help="of an answer, at most")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.flows.runs import KILLED, Runs
 
 Undisturbed = Callable[..., Runs]
@@ -32,6 +34,7 @@ def intervals(runs: Runs, stage: str) -> dict[int, tuple[float, float]]:
     }
 
 
+@pytest.mark.slow
 def test_iterations_side_by_side_have_the_bits_of_iterations_in_turn(
     runs: Runs, undisturbed: Undisturbed
 ) -> None:

@@ -149,6 +149,7 @@ def test_what_cannot_be_fetched_is_said_in_one_sentence(hub: Hub, tmp_path: Path
     assert "move what is there out of the way" in fetch(tmp_path, hub.url)
 
 
+@pytest.mark.slow
 def test_train_says_that_it_downloads_and_what_stopped_it(
     tmp_path: Path, shared_memory: Path
 ) -> None:

@@ -142,7 +142,8 @@ def test_what_peft_trained_goes_on_as_a_whole_model_of_base_and_product_would(
         assert torch.allclose(plain, ours, atol=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "shapes"), [(2, 4), pytest.param(4, 10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "shapes"), [(2, 4), (4, 10)])
 def test_adapters_on_every_mesh_equal_one_process(ranks: int, shapes: int, tmp_path: Path) -> None:
     adapter_ranks.prepare(tmp_path)
     scratch = tmp_path / "ranks"
