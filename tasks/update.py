@@ -10,6 +10,7 @@ from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch, training_load
 from earl_core.deployment.stages import rows_of
 from earl_core.run.policy_versions import MADE
+from earl_core.weights.probe import PREFIXES
 from tasks.publish import input_weights
 from tasks.stage import StageInputs, stage_task
 
@@ -60,9 +61,10 @@ def update(given: StageInputs) -> dict[str, Any]:
         "peak_bytes": controller.groups.peak_bytes("update"),
     }
     outputs = watch.measured(metrics) if result["steps_applied"] else {}
+    outputs |= {"digest": result["digest"], MADE: result["policy_version"]}
     return {
         "shards": result["shards"],
-        "outputs": {**outputs, "digest": result["digest"], MADE: result["policy_version"]},
+        "outputs": {**outputs, PREFIXES: result[PREFIXES]},
         "metrics": metrics,
     }
 

@@ -114,6 +114,7 @@ def whole_rollout(config: RunConfig, sealed: Sequence[Manifest]) -> dict[str, An
         **rollout_stats.rollout_metrics(tally),
         **{f"load/{name}": value for name, value in statistics},
         **_over(rollouts, max, "replicas", "peak_bytes", "reserved_bytes"),
+        **_over(rollouts, max, *(n for n in rollouts[0].metrics if n.startswith("probe_"))),
         **_over(rollouts, math.fsum, "replicas_lost", "stage_seconds"),
         "waves": float(len(rollouts)),
         "prompts": float(played),

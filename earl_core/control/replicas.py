@@ -105,7 +105,7 @@ def play_rollout(
     return {
         "shards": [entry for played in done for entry in played.result["shards"]],
         "outputs": wave.outputs(cursor),
-        "metrics": {**rollout_stats.rollout_metrics(tally), **engines.metrics()},
+        "metrics": {**rollout_stats.rollout_metrics(tally), **engines.metrics(), **engines.probe},
         "statistics": rollout_stats.selector_statistics(tally),
         "tally": tally,
     }
@@ -204,13 +204,18 @@ def deal(items: range, count: int) -> list[range]:
 
 @dataclass
 class Engines:
-    """Engines at work on one job, each in a thread; `_changed` guards what they share."""
+    """Engines at work on one job, each in a thread; `_changed` guards what they share.
+
+    done: the shares that were played. lost: engines that were lost at it. probe: see
+    `probing.answered`; of all engines the worst.
+    """
 
     controller: RunController
     deployment: StageDeployment
     job: Job
     done: list[Played] = field(default_factory=list)
     lost: dict[int, WorkerError] = field(default_factory=dict)
+    probe: dict[str, float] = field(default_factory=dict)
     _waiting: deque[Share] = field(default_factory=deque)
     _playing: dict[int, Share] = field(default_factory=dict)
     _progress: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -281,7 +286,10 @@ class Engines:
 
     def _ready(self, member: int) -> None:
         started, before = time.perf_counter(), self.controller.groups.live("rollout", member)
-        self._call(member, "ensure")
+        found = self._call(member, "ensure")["probe"]
+        with self._changed:
+            # The worst of all engines.
+            self.probe = {n: max(value, self.probe.get(n, value)) for n, value in found.items()}
         ahead = self.controller.groups.started_ahead("rollout", member)
         if ahead is not None:
             self._built.append(ahead.seconds(started))

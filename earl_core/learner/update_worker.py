@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.experience.alike_groups import PROMPTS
 from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.data.prefixes import candidates, chosen
 from earl_core.learner.data.samples import LABEL, TRAINED, by_minibatch, training_samples
 from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
 from earl_core.learner.measure_update import measure_training
@@ -42,6 +43,7 @@ from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.slices import slices_of
 from earl_core.trajectory.schema import OLD_LOGPROBS_SCHEMA
 from earl_core.weights.manifest import config_digest
+from earl_core.weights.probe import PREFIXES, Prefixes
 from earl_core.weights.publish import publish
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,8 @@ class LearnerWorker(ModelWorker):
         manifests: references to the rollout's, the reference's if there is one, and last the
         advantage's; or to that of demonstrations alone. link_bytes: see `Layout`.
         Returns the new policy version, the weights' digest, metrics, the shards this rank wrote,
-        and how many steps were applied in this call (0 when an earlier call had applied them).
+        `prefixes` of the batch for the probe of the new version, and how many steps were applied
+        in this call (0 when an earlier call had applied them).
         """
         iteration = self._context.iteration or 0
         trained, made = assigned(iteration)
@@ -115,8 +118,17 @@ class LearnerWorker(ModelWorker):
         return {**self._applied, "steps_applied": steps}
 
     @guarded("publish")
-    def publish(self, directory: str, policy_version: int, dtype: str) -> dict[str, Any]:
-        """Write the weights into shared memory; returns the dumped `WeightsManifest`."""
+    def publish(
+        self,
+        directory: str,
+        policy_version: int,
+        dtype: str,
+        prefixes: Sequence[dict[str, Any]] = (),
+    ) -> dict[str, Any]:
+        """Write the weights into shared memory; returns the dumped `WeightsManifest`.
+
+        prefixes: dumped `Prefixes`, after which the manifest's probe says the likeliest tokens.
+        """
         if self._dirty or policy_version != self._version:
             raise EarlError(
                 f"policy version {policy_version} was asked for, but the learner holds version "
@@ -132,7 +144,8 @@ class LearnerWorker(ModelWorker):
             adapter=self._learner.parallel.adapter,
             mesh=self._mesh,
         )
-        return manifest.model_dump(mode="json")
+        probe = self._learner.probe([Prefixes.model_validate(each) for each in prefixes])
+        return manifest.model_copy(update={"probe": probe}).model_dump(mode="json")
 
     @guarded("update")
     def save(self, directory: str) -> dict[str, Any]:
@@ -216,6 +229,7 @@ class LearnerWorker(ModelWorker):
                 if self._config.needs_old_logprobs and not self._config.imitates(iteration):
                     shards, old = self._score(batch, iteration, leases)
                 samples = training_samples(batch, old, self._version, self._coefficient(iteration))
+            drawn = chosen(self._ranks.gather_json(candidates(samples, iteration)))
             watch = self._config.mismatch_watch
             metrics = self._learner.update(
                 samples,
@@ -238,6 +252,7 @@ class LearnerWorker(ModelWorker):
             "metrics": {**metrics, "seconds": time.perf_counter() - started}
             | self._reader.reads.spent(),
             "shards": [entry.model_dump(mode="json") for entry in shards],
+            PREFIXES: drawn,
         }
         return steps
 

@@ -32,6 +32,15 @@ def intervals(runs: Runs, stage: str) -> dict[int, tuple[float, float]]:
     }
 
 
+def assert_probed(runs: Runs) -> None:
+    """Engines have proved that they hold the version of each update that a rollout plays."""
+    for line in runs.metrics():
+        asked = line["iteration"] > 1
+        assert ("rollout/probe_mismatch_max" in line) == asked
+        assert line.get("rollout/probe_mismatch_max", 0.0) < 1e-3
+        assert line.get("rollout/probe_other_share", 0.0) < 0.1
+
+
 def test_iterations_side_by_side_have_the_bits_of_iterations_in_turn(
     runs: Runs, undisturbed: Undisturbed
 ) -> None:
@@ -39,6 +48,7 @@ def test_iterations_side_by_side_have_the_bits_of_iterations_in_turn(
     runs.train(*SIDE_BY_SIDE, fault="update.step0@1=linger")
     runs.assert_learnt()
     assert [runs.weights(k) for k in range(4)] == [in_turn.weights(k) for k in range(4)]
+    assert_probed(runs)
     evaluated = [k for k, stage in runs.executed("sealed") if stage == "evaluation"]
     assert evaluated == [0, 2, 4]
     rollouts, updates = intervals(runs, "rollout"), intervals(runs, "update")
@@ -56,5 +66,6 @@ def test_killed_and_resumed_has_equal_bits(runs: Runs, undisturbed: Undisturbed)
         path.unlink()
     runs.train(*SIDE_BY_SIDE)
     assert runs.weights(3) == undisturbed(*STALE).weights(3)
+    assert_probed(runs)
     assert runs.shared_memory() == []
     runs.wait_for_workers_to_end()
