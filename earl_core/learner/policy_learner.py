@@ -207,14 +207,11 @@ class PolicyLearner:
                     open_ = replace(fed, tensors=replace(fed.tensors, targets=None))
                     logprobs, tokens = self._forward(open_, "none", 1.0)
                 assert tokens is not None
-                by_row = map(fed.packed.split_by_row, (tokens.cpu().numpy(), logprobs.cpu().numpy()))
-                for row, likeliest, scores in zip(fed.packed.rows, *by_row, strict=True):
-                    found[row] = ProbedRow(
-                        tokens=rows[row].tokens,
-                        lengths=rows[row].lengths,
-                        likeliest=likeliest.tolist(),
-                        logprobs=scores.tolist(),
-                    )
+                by_row = [fed.packed.split_by_row(t.cpu().numpy()) for t in (tokens, logprobs)]
+                for row, *said in zip(fed.packed.rows, *by_row, strict=True):
+                    likeliest, scores = (values.tolist() for values in said)
+                    given = rows[row].model_dump()
+                    found[row] = ProbedRow(**given, likeliest=likeliest, logprobs=scores)
         return tuple(found[row] for row in range(len(rows)))
 
     def update(
