@@ -126,7 +126,7 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
         if controller.next_iteration() == settings.iterations:
             last = settings.iterations
             # Those that no rollout has played, as well.
-            for version in range(max(1, last - settings.schedule.staleness), last + 1):
+            for version in range(controller.run.versions.played(last - 1) + 1, last + 1):
                 await _evaluate_if_due(controller, version)
         pages.changed()
         await pages.settle()
@@ -160,6 +160,9 @@ async def _side_by_side(controller: RunController, number: int, pages: TrainPage
     with overlapping(run, overlap):
         try:
             for k in range(number, settings.iterations):
+                if k > number and await asyncio.to_thread(controller.grows_after, k - 1):
+                    # Those that run ahead end first; then the run is opened again.
+                    break
                 open_.append(asyncio.create_task(_child(str(run), k)))
                 begun = asyncio.create_task(overlap.begun(k))
                 await asyncio.wait({begun, open_[-1]}, return_when=asyncio.FIRST_COMPLETED)
@@ -188,8 +191,9 @@ def _tell(number: int, done: dict[str, Any], pages: TrainPages) -> None:
 async def _evaluate_played(controller: RunController, number: int) -> bool:
     """Evaluate the version that the iteration's rollout plays, if it is the first to play it and
     the configuration asks for it; whether it does."""
-    version = number - controller.config.schedule.staleness
-    return (number == 0 or version > 0) and await _evaluate_if_due(controller, max(0, version))
+    played = controller.run.versions.played
+    first = number == 0 or played(number) > played(number - 1)
+    return first and await _evaluate_if_due(controller, played(number))
 
 
 def overlaps(settings: RunConfig) -> bool:

@@ -60,8 +60,7 @@ def input_weights(
     if version < versions.before(iteration) and controller.learners["update"].version != version:
         raise StateLost(
             f"policy version {version}, which iteration {iteration} plays, is neither in shared "
-            "memory nor saved: resume the run, which repeats what is missing; where "
-            "schedule.staleness was raised since, set it back"
+            "memory nor saved: resume the run, which repeats what is missing"
         )
     with (
         surviving(controller, iteration, stage),
