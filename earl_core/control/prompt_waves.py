@@ -67,6 +67,17 @@ def whole_iteration(run: RunDirectory, iteration: int) -> Wave:
     return Wave(first, asked, _cursor(run, iteration), counted=counted)
 
 
+def follows_seal(run: RunDirectory, iteration: int) -> bool:
+    """Tell whether the prompts of an iteration follow from the seal of the rollout before it: in a
+    mixture, and after prompts that were played in waves."""
+    if run.config.rollout.filters_groups or run.config.environments:
+        return True
+    for before in reversed(range(max(0, iteration - 1 - run.config.schedule.staleness), iteration)):
+        with suppress(ManifestError):
+            return PROMPTS in run.manifest(before, "rollout").outputs
+    return False
+
+
 def wave_after(run: RunDirectory, iteration: int, sealed: Sequence[Manifest]) -> Wave:
     """Return the iteration's next wave. sealed: rollouts and rewards of its earlier ones; `more`
     says whether there is one."""

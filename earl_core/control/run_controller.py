@@ -18,6 +18,7 @@ from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_ancestor
 from earl_core.control.device_figures import figures_for
+from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.hardware import open_cluster, with_network
 from earl_core.control.learner_handle import LearnerHandle
 from earl_core.control.learnt_profile import LearntProfile
@@ -131,6 +132,7 @@ class RunController:
         where, told = (run.config, run.path, run.logs, self.hardware), self.listener
         self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
+        self.turns = EngineTurns()
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
         self._registered.enter_context(live(str(run.path.resolve()), self))

@@ -103,6 +103,17 @@ def test_a_staleness_that_changes_on_resume_keeps_the_rollouts_that_fit(runs: Ru
 
 
 @pytest.mark.slow
+def test_an_engine_begins_a_rollout_before_the_other_has_ended_the_one_before(runs: Runs) -> None:
+    two = (*CORRECTED, "schedule.staleness=1", "stages.rollout.replicas=2")
+    runs.train(*two, "name=whole")
+    runs.train(*two, "stages.placement=shared", fault="rollout.played4@1=linger")
+    runs.assert_learnt()
+    assert runs.weights(3) == runs.weights(3, "whole")
+    rollouts = intervals(runs, "rollout")
+    assert rollouts[2][0] + 1.0 < rollouts[1][1]
+
+
+@pytest.mark.slow
 def test_two_iterations_ahead_over_hosts_with_all_that_reads_what_was_played(runs: Runs) -> None:
     """Rollouts read the returns of a mixture with a curriculum, play waves of prompts after an
     iteration that imitates, and outgrow the context that their engines were built for."""
