@@ -19,10 +19,9 @@ from earl_core.control.prompt_waves import follows_seal
 from earl_core.control.resume_point import StateLost, resume_point
 from earl_core.control.run_controller import HostsChanged, RunController
 from flows.flow_names import train_name
-from flows.forms import AtLeastOne, Config, Unset, titled
+from flows.forms import AtLeastOne, Config, Overrides, Unset, titled
 from flows.iteration import PrefectRunner, iteration
 from flows.overlap import LEFT, Overlap, overlapping
-from flows.overrides import Overrides
 from flows.running import HOOKS, configured, heard, log, opened, recorded, stopping
 from flows.stage_graph import StageGraph
 from tasks.result_security import forget_results

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from tests.shared import made_once
+
+if TYPE_CHECKING:
+    from tests.learner.slice_results import Slices
 
 # The first tensor operation of a process may take longer than Hypothesis's deadline of 200 ms.
 settings.register_profile("no_deadline", deadline=None)
@@ -38,15 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _LONGEST = (
     # Slow tests.
-    *("hosts/test_two_hosts", "browser/test_browser", "docs/test_tested_pages", "flows/test_gyms"),
-    *("learner/test_worker_faults", "flows/test_prefect", "flows/test_vllm_layouts"),
-    *("flows/test_resume", "flows/test_layouts", "cluster/test_engine_tree"),
+    *("browser/test_browser", "hosts/test_two_hosts", "flows/test_gyms", "learner/test_low_rank"),
+    *("flows/test_prefect", "learner/test_worker_faults", "cli/test_up", "flows/test_vllm_layouts"),
+    *("flows/test_api", "flows/test_openenv", "learner/test_compiled_layers"),
+    *("docs/test_tested_pages", "flows/test_layouts", "cluster/test_engine_tree"),
     # Fast ones, and files with both.
-    *("flows/test_power_loss", "cli/test_training", "flows/test_rank_faults"),
-    *("flows/test_selector_runs", "learner/test_compiled_layers", "flows/test_secrets"),
-    *("durability/test_crashes", "flows/test_episodes", "flows/test_going_back"),
-    *("learner/test_memory_formula", "learner/test_loading", "learner/test_mesh_equality"),
-    *("engines/test_vllm_engine", "flows/test_precision", "durability/test_edits"),
+    *("cli/test_training", "flows/test_power_loss", "flows/test_alike_groups"),
+    *("flows/test_rank_faults", "flows/test_selector_runs", "flows/test_warm_start"),
+    *("flows/test_overlap", "flows/test_resume", "environments/test_tools"),
+    *("engines/test_vllm_engine", "engines/test_contract", "learner/test_memory_formula"),
+    *("tracking/test_server", "rollout/test_request_fields", "learner/test_mesh_equality"),
+    *("durability/test_crashes", "flows/test_episodes", "flows/test_replicas"),
 )
 """Files of tests/ that take longest; begun last, one would leave the other worker without work."""
 
@@ -103,3 +113,32 @@ def s3_server() -> Iterator[str]:
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A character model of a few thousand parameters, built in a process of its own.
+
+    It knows what a move looks like, not which are legal: the returns of its episodes differ.
+    """
+    script = (
+        "import pathlib, sys\n"
+        "from earl_core.models.tiny import build\n"
+        "build(pathlib.Path(sys.argv[1]), environments=[{'name': 'tic_tac_toe', "
+        "'options': {'style': 'compact'}}], hidden=32, layers=2, warm_start_steps=20, "
+        "warm_start_learning_rate=1e-2)\n"
+    )
+
+    def build(place: Path) -> None:
+        command = [sys.executable, "-c", script, str(place / "tiny")]
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+
+    return made_once(tmp_path_factory, "models", build) / "tiny"
+
+
+@pytest.fixture(scope="session")
+def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
+    """Weights and state that ranks have cut."""
+    from tests.learner.slice_results import Slices
+
+    return Slices(tmp_path_factory)

@@ -7,13 +7,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from earl_core.system.files import FileLock
 
+if TYPE_CHECKING:
+    import pytest
+
 _SECONDS = 600.0
 """Another worker may be making it."""
+
+
+def session_process() -> int:
+    """The process that lives as long as the session: of several workers, the one above them."""
+    return os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

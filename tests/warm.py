@@ -7,15 +7,17 @@ as `subprocess.Popen`'s), but with these imports done. A program whose start is 
 is started by `subprocess`.
 
 `python -m tests.warm PID FD MODULE...`: imports the modules; then, while the process PID lives,
-which is its parent, each request on the socket FD forks a process.
+each request on the socket FD forks a process. What `start` forks from is shared by the two workers
+of a session; what `run` forks from is not, because tests look below their own process.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
+import hashlib
 import importlib
-import itertools
 import json
 import os
 import runpy
@@ -25,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
@@ -36,6 +39,7 @@ from typing import Any
 import psutil
 
 from earl_core.cluster import fork_server
+from tests.shared import session_process
 
 ROOT = Path(__file__).resolve().parents[1]
 _MESSAGE = 1 << 20
@@ -102,20 +106,37 @@ class Started:
 
 def _ask(address: str, request: dict[str, Any], descriptors: Sequence[int]) -> Started:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect("\0" + address)
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            connection.connect("\0" + address)
+            break
+        except ConnectionRefusedError:
+            # Another worker has bound it, and listens in a moment.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
     socket.send_fds(connection, [json.dumps(request).encode()], list(descriptors))
     return Started(connection)
 
 
 @cache
-def _importing(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> str:
-    """The address of a process that imports these, then forks; it ends with this one."""
-    address = f"earl-tests-{os.getpid()}-{next(_numbers)}"
+def _importing(
+    modules: tuple[str, ...], environment: tuple[tuple[str, str], ...], owner: int
+) -> str:
+    """The address of a process that imports these, then forks; it ends with the process `owner`."""
+    wanted = hashlib.sha256(repr((modules, environment)).encode()).hexdigest()[:16]
+    address = f"earl-tests-{owner}-{wanted}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0" + address)
+        try:
+            listener.bind("\0" + address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return address
         listener.listen(64)
-        numbers = str(os.getpid()), str(listener.fileno())
-        process = subprocess.Popen(
+        numbers = str(owner), str(listener.fileno())
+        subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.warm", *numbers, *modules],
             cwd=ROOT,
             env={**dict(environment), "PYTHONPATH": str(ROOT)},
@@ -123,11 +144,7 @@ def _importing(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...
             pass_fds=(listener.fileno(),),
             start_new_session=True,
         )
-    atexit.register(process.kill)
     return address
-
-
-_numbers = itertools.count()
 
 
 def _read_by_imports(
@@ -137,9 +154,9 @@ def _read_by_imports(
     return tuple(sorted(pair for pair in environment.items() if not pair[0].startswith(not_read)))
 
 
-def _ranks() -> str:
+def _ranks(owner: int) -> str:
     # As the process that it stands for is started.
-    return _importing(_RANK_MODULES, _read_by_imports(fork_server._environment()))
+    return _importing(_RANK_MODULES, _read_by_imports(fork_server._environment()), owner)
 
 
 def run(
@@ -164,8 +181,8 @@ def run(
         "streams": [0, 1, 2],
     }
     if ranks:
-        request["ranks"] = _ranks()
-    address = _importing(COMMAND, _read_by_imports(environment, _SERVERS))
+        request["ranks"] = _ranks(os.getpid())
+    address = _importing(COMMAND, _read_by_imports(environment, _SERVERS), os.getpid())
     with ExitStack() as stack:
         streams = [stack.enter_context(TemporaryFile("w+", encoding="utf-8")) for _ in range(3)]
         streams[0].write(text)
@@ -204,22 +221,24 @@ def start(
         "streams": [1],
     }
     if CONTROLLER[0] in imports:
-        request["ranks"] = _ranks()
-    address = _importing(tuple(imports), _read_by_imports(environment))
+        request["ranks"] = _ranks(session_process())
+    address = _importing(tuple(imports), _read_by_imports(environment), session_process())
     return _ask(address, request, [output])
 
 
 # In the process forked from
 
 
-def _serve(listener: socket.socket, tests: int) -> None:
-    """Until the tests' process has ended."""
+def _serve(listener: socket.socket, owner: int) -> None:
+    """Until the process with this descriptor has ended."""
     running: dict[int, tuple[int, socket.socket]] = {}
-    while os.getppid() == tests:
-        ready, _, _ = select.select([listener, *running], [], [], 1.0)
+    while True:
+        ready, _, _ = select.select([owner, listener, *running], [], [])
+        if owner in ready:
+            return
         for descriptor in ready:
             if descriptor is listener:
-                _fork(listener, running)
+                _fork(listener, running, owner)
                 continue
             pid, connection = running.pop(descriptor)
             os.close(descriptor)
@@ -228,7 +247,9 @@ def _serve(listener: socket.socket, tests: int) -> None:
                 connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _fork(listener: socket.socket, running: dict[int, tuple[int, socket.socket]]) -> None:
+def _fork(
+    listener: socket.socket, running: dict[int, tuple[int, socket.socket]], owner: int
+) -> None:
     connection, _ = listener.accept()
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     if int.from_bytes(peer[4:8], sys.byteorder) != os.getuid():
@@ -240,6 +261,7 @@ def _fork(listener: socket.socket, running: dict[int, tuple[int, socket.socket]]
     if pid == 0:
         listener.close()
         connection.close()
+        os.close(owner)
         for descriptor, (_, other) in running.items():
             os.close(descriptor)
             other.close()
@@ -325,8 +347,9 @@ def ranks_from(address: str) -> None:
     fork_server.subprocess = SimpleNamespace(Popen=popen, **kept)  # type: ignore[assignment]
 
 
-def main(tests: int, descriptor: int, modules: Sequence[str]) -> None:
+def main(owner: int, descriptor: int, modules: Sequence[str]) -> None:
     """Import, then fork for whoever asks."""
+    lives = os.pidfd_open(owner)
     from setproctitle import getproctitle
 
     # Finds the place of the title, while the environment is still that of the start.
@@ -336,7 +359,7 @@ def main(tests: int, descriptor: int, modules: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=descriptor) as listener:
-        _serve(listener, tests)
+        _serve(listener, lives)
 
 
 if __name__ == "__main__":

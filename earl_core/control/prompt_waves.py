@@ -59,10 +59,14 @@ def whole_iteration(run: RunDirectory, iteration: int) -> Wave:
     asked, before = run.config.rollout.prompts_per_iteration, run.config.played_before(iteration)
     first, counted = before * asked, False
     if before:
-        # Of a run without a mixture nothing else of that seal is needed.
-        with suppress(ManifestError):
+        try:
             told = run.manifest(iteration - 1, "rollout").outputs.get(PROMPTS)
-            first, counted = (told[1], True) if told else (first, False)
+        except ManifestError:
+            # Of a run without a mixture nothing else of that seal is needed.
+            if run.config.rollout.filters_groups:
+                raise
+            told = None
+        first, counted = (told[1], True) if told else (first, False)
     counted = counted or run.config.rollout.filters_groups
     return Wave(first, asked, _cursor(run, iteration), counted=counted)
 

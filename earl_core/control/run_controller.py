@@ -21,7 +21,7 @@ from earl_core.control.device_figures import figures_for
 from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.hardware import open_cluster, with_network
 from earl_core.control.learner_handle import LearnerHandle
-from earl_core.control.learnt_profile import LearntProfile
+from earl_core.control.learnt_profile import LearntProfile, RunHistory
 from earl_core.control.live import find, live
 from earl_core.control.preflight import (
     Preflight,
@@ -31,7 +31,6 @@ from earl_core.control.preflight import (
     surely,
 )
 from earl_core.control.resume_point import resume_point
-from earl_core.control.run_history import RunHistory
 from earl_core.control.teachers import (
     check_teachers,
     held_teachers,

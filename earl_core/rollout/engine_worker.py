@@ -9,6 +9,7 @@ import asyncio
 import functools
 import logging
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -136,7 +137,12 @@ class EngineWorker(RunWorker):
         model = self._config.model
         if model.adapter is None or is_adapter(path):
             return manifest_of_policy(path, version, model)
-        return publish_unchanged(model, self._run_directory / f"unchanged-{os.getpid()}", version)
+        return publish_unchanged(model, self._unchanged, version)
+
+    @property
+    def _unchanged(self) -> Path:
+        """The folder of such pairs, which goes with the engine."""
+        return self._run_directory / f"unchanged-{os.getpid()}"
 
     async def release_memory(self) -> None:
         """Give the engine's memory back; `ensure` must follow `restore_memory`."""
@@ -162,8 +168,10 @@ class EngineWorker(RunWorker):
 
     async def _drop_engine(self) -> None:
         engine, self._engine, self._digest = self._engine, None, ""
+        self._directory = None
         if engine is not None:
             await engine.stop()
+        await asyncio.to_thread(shutil.rmtree, self._unchanged, ignore_errors=True)
 
     def _processes(self) -> list[int]:
         """This process and those of its engine."""

@@ -21,6 +21,7 @@ def named(entries: Entries, text: str) -> Work:
     return sum((work for (_, name), work in entries.items() if text in name), Work())
 
 
+@pytest.mark.slow
 def test_compiled_layers_bring_the_bound_at_4k_above_one_half() -> None:
     """Of the cell that `update_mfu` measures as `update_mfu_4k`, as large as a run has it that
     says nothing."""
@@ -48,7 +49,7 @@ def test_compiled_layers_bring_the_bound_at_4k_above_one_half() -> None:
     assert found[True] >= 0.50
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_deeper_models_lie_on_the_line_through_two(compiled: bool) -> None:
     tiny = dataclasses.replace(SHAPES["tiny"], layers=3)
     cell = Cell(tiny, 64, 128, 256, compiled)

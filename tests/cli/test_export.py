@@ -80,6 +80,7 @@ def test_export(earl: Earl, finished_run: subprocess.CompletedProcess[str]) -> N
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported(
     earl: Earl, finished_run: subprocess.CompletedProcess[str]
 ) -> None:

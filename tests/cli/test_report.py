@@ -97,6 +97,7 @@ class Reader:
         assert wider <= 0
 
 
+@pytest.mark.slow
 def test_a_real_run_is_read(
     earl: Earl, finished_run: Done, browser: Browser, tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ def build(path, **options):
 """
 
 
+@pytest.mark.slow
 def test_a_run_stopped_while_its_first_worker_starts_is_cancelled(
     earl: Earl, access: Access
 ) -> None:

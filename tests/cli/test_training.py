@@ -97,10 +97,14 @@ def test_a_person_plays_against_it(earl: Earl, finished_run: Done) -> None:
 @pytest.mark.parametrize(
     ("served", "key_file", "settings"),
     [
-        ("done", "done/serve.key", ()),
-        ("model", "model.key", ("--set", "rollout.engine=torch", "--set", "rollout.threads=1")),
+        pytest.param("done", "done/serve.key", (), id="a run"),
+        pytest.param(
+            *("model", "model.key"),
+            ("--set", "rollout.engine=torch", "--set", "rollout.threads=1"),
+            id="a model",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["a run", "a model"],
 )
 def test_serve_answers_openais_clients_that_know_the_key(
     earl: Earl, finished_run: Done, served: str, key_file: str, settings: tuple[str, ...]
@@ -168,6 +172,7 @@ def model(earl: Earl, finished_run: Done) -> dict[str, str]:
     return {"model__path": str(earl.directory / "model"), "model__builder": "null"}
 
 
+@pytest.mark.slow
 def test_nothing_survives_sigkill(fresh_earl: Earl, model: dict[str, str]) -> None:
     settings = fresh_earl.settings(iterations="500", evaluation__every="0", **model)
     process = fresh_earl.start("train", str(CONFIG), "--name", "killed", *settings)
@@ -178,6 +183,7 @@ def test_nothing_survives_sigkill(fresh_earl: Earl, model: dict[str, str]) -> No
     _assert_gone(children)
 
 
+@pytest.mark.slow
 def test_a_lost_prefect_server_ends_the_run_with_one_sentence(
     fresh_earl: Earl, model: dict[str, str]
 ) -> None:
@@ -193,7 +199,9 @@ def test_a_lost_prefect_server_ends_the_run_with_one_sentence(
     _assert_gone(children)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_signal_before_the_first_worker(fresh_earl: Earl, number: signal.Signals) -> None:
     process = fresh_earl.start("train", str(CONFIG), *fresh_earl.settings())
     _, children = _read_until(process, "starting Prefect")

@@ -32,7 +32,8 @@ def shared_memory_of(pids: list[int]) -> set[Path]:
 @HERE
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "victim", ["supervisor", "rank", pytest.param("stop", marks=pytest.mark.campaign)]
+    "victim",
+    ["rank", *(pytest.param(each, marks=pytest.mark.campaign) for each in ("supervisor", "stop"))],
 )
 def test_an_engine_leaves_no_process_and_no_shared_memory(
     victim: str, make_group: MakeGroup, site: dict[str, Any], tmp_path: Path

@@ -33,7 +33,7 @@ MANIFESTS, LOCAL, SPILLED, REMOTE, RESUMED = 5200, 2000, 1500, 1000, 300
 
 
 @pytest.fixture(
-    params=[pytest.param(5, id="a fifth"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+    params=[pytest.param(5, id="a fifth"), pytest.param(1, id="all", marks=pytest.mark.campaign)]
 )
 def share(request: pytest.FixtureRequest) -> int:
     """One in so many of them is tried."""

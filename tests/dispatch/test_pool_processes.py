@@ -105,7 +105,7 @@ def test_random_kills_leave_a_pool_that_empties(directory: Path) -> None:
     try:
         for child in children:
             assert child.hear() == "ready"
-        for turn in range(40):
+        for turn in range(16):
             time.sleep(draw.uniform(0.0, 0.03))
             place = draw.randrange(3)
             children[place].kill()

@@ -25,7 +25,7 @@ def run(*command: str) -> dict[str, Any]:
     return found
 
 
-EVERY = {"kill": 3, "EIO": 6, "ENOSPC": 4, "EMFILE": 3, "short": 1}
+EVERY = {"kill": 5, "EIO": 11, "ENOSPC": 7, "EMFILE": 5, "short": 2}
 """One of so many calls fails in the fast tests, where all of them would take minutes."""
 
 
@@ -60,8 +60,8 @@ def test_a_run_goes_on_whatever_happens_at_any_io_call() -> None:
 
 
 def test_a_run_goes_on_after_a_power_cut_at_a_write() -> None:
-    """At every other, with some of what was not synced, and without."""
-    assert run("tests.durability.power_cuts", "1", "2")["cuts"] > 75
+    """At every third, with some of what was not synced, and without."""
+    assert run("tests.durability.power_cuts", "1", "3")["cuts"] > 50
 
 
 @pytest.mark.campaign

@@ -7,7 +7,7 @@ import pytest
 from tests.durability.test_crashes import run
 
 
-@pytest.mark.parametrize("edits", [100, pytest.param(400, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("edits", [70, pytest.param(400, marks=pytest.mark.campaign)])
 def test_an_edited_run_is_refused_in_a_sentence_or_ends_with_equal_weights(edits: int) -> None:
     ends = run("tests.durability.edits", "--edits", str(edits), "--seed", "3")["ends"]
     assert sum(ends.values()) == edits

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,9 +18,7 @@ import pytest
 import yaml
 
 from tests.flows.runs import Runs
-from tests.shared import in_memory, made_once
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.shared import made_once, session_process
 
 
 def free_port() -> int:
@@ -27,15 +27,37 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+_SERVED = """
+"$1" -m prefect server start --port "$2" >"$3/server.log" 2>&1 &
+tail --pid="$4" -f /dev/null
+trap "" TERM
+kill 0
+sleep 3
+rm -rf "$3"
+kill -KILL 0
+"""
+"""A shell's: a server that ends with a process, and its home."""
+
+
 @pytest.fixture(scope="session")
-def prefect_server() -> Iterator[dict[str, str]]:
-    """Environment variables of a real Prefect server on a free loopback port."""
-    with in_memory("prefect") as home:
-        yield from _served(home)
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment variables of a real Prefect server on a free loopback port, which all workers of
+    a session share."""
+    file = "environment.json"
+
+    def start(place: Path) -> None:
+        (place / file).write_text(json.dumps(_start_server()))
+
+    found: dict[str, str] = json.loads(
+        (made_once(tmp_path_factory, "prefect", start) / file).read_text()
+    )
+    return found
 
 
-def _served(home: Path) -> Iterator[dict[str, str]]:
-    port = free_port()
+def _start_server() -> dict[str, str]:
+    port, session = free_port(), str(session_process())
+    home = Path(f"/dev/shm/earl-tests-prefect-{session}")
+    home.mkdir(mode=0o700)
     environment = {
         "PREFECT_HOME": str(home),
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
@@ -45,51 +67,22 @@ def _served(home: Path) -> Iterator[dict[str, str]]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
-    log = (home / "server.log").open("wb")
     server = subprocess.Popen(
-        [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
+        ["sh", "-c", _SERVED, "sh", sys.executable, str(port), str(home), session],
         env={**os.environ, **environment},
-        stdout=log,
-        stderr=log,
         start_new_session=True,
     )
     deadline = time.monotonic() + 120
     while True:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=2)
-            break
+            return environment
         except OSError:
             if time.monotonic() > deadline or server.poll() is not None:
-                raise RuntimeError((home / "server.log").read_text()) from None
+                log = (home / "server.log").read_text()
+                os.killpg(server.pid, signal.SIGKILL)
+                raise RuntimeError(log) from None
             time.sleep(0.5)
-    yield environment
-    os.killpg(server.pid, 15)
-    try:
-        server.wait(20)
-    except subprocess.TimeoutExpired:
-        os.killpg(server.pid, 9)
-    log.close()
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A character model of a few thousand parameters, built in a process of its own.
-
-    It knows what a move looks like, not which are legal: the returns of its episodes differ.
-    """
-    script = (
-        "import pathlib, sys\n"
-        "from earl_core.models.tiny import build\n"
-        "build(pathlib.Path(sys.argv[1]), environments=[{'name': 'tic_tac_toe', "
-        "'options': {'style': 'compact'}}], hidden=32, layers=2, warm_start_steps=20, "
-        "warm_start_learning_rate=1e-2)\n"
-    )
-
-    def build(place: Path) -> None:
-        command = [sys.executable, "-c", script, str(place / "tiny")]
-        subprocess.run(command, check=True, cwd=REPOSITORY)
-
-    return made_once(tmp_path_factory, "models", build) / "tiny"
 
 
 def _prepared(directory: Path, prefect_server: dict[str, str], model: Path) -> Runs:

@@ -31,8 +31,8 @@ def ask_patiently(access: Access, path: str, body: dict[str, Any] | None = None)
                 raise
 
 
-def flow_runs(runs: Runs, **states: list[str]) -> list[dict[str, Any]]:
-    """Flow runs, those with a state such as `any_=["RUNNING"]` where one is given."""
-    chosen = {"flow_runs": {"state": {"type": states}}} if states else {}
-    found: list[dict[str, Any]] = ask(runs, "flow_runs/filter", chosen)
+def flow_runs(runs: Runs, name: str, state: str) -> list[dict[str, Any]]:
+    """Flow runs of this name in this state; those of other tests are among them."""
+    chosen = {"name": {"any_": [name]}, "state": {"type": {"any_": [state]}}}
+    found: list[dict[str, Any]] = ask(runs, "flow_runs/filter", {"flow_runs": chosen})
     return found

@@ -41,7 +41,9 @@ def story(module_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Story:
     sealed = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     mine = str(runs.config)
     left = [
-        run for run in flow_runs(runs, any_=["RUNNING"]) if mine == run["parameters"].get("config")
+        run
+        for run in flow_runs(runs, "train run", "RUNNING")
+        if mine == run["parameters"].get("config")
     ]
     redone = redo(runs, sealed, tmp_path_factory.mktemp("logs"))
     lost = sealed["reward"]["shards"][0]["file"]
@@ -114,8 +116,8 @@ def test_prefect_frees_the_killed_run_and_shows_finished_stages_as_cached(story:
     assert ask(runs, f"flow_runs/{left['id']}")["state_type"] == "CRASHED"
     (iteration,) = (
         run
-        for run in flow_runs(runs, any_=["COMPLETED"])
-        if (run["name"], run["parameters"].get("run")) == (f"{runs.run().name} 1", str(runs.run()))
+        for run in flow_runs(runs, f"{runs.run().name} 1", "COMPLETED")
+        if run["parameters"].get("run") == str(runs.run())
     )
     tasks = ask(runs, "task_runs/filter", {"flow_runs": {"id": {"any_": [iteration["id"]]}}})
     states = {task["name"]: task["state_name"] for task in tasks}

@@ -1,5 +1,5 @@
-"""OpenEnv's environments, unchanged, and reasoning-gym, in an interpreter of their own: EARL's
-packages are not there.
+"""OpenEnv's environments, unchanged, in an interpreter of their own: EARL's packages are not
+there.
 
 In one file, so that one installation serves all.
 """
@@ -34,9 +34,8 @@ ADDER = {
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Its packages want other versions of mcp, pillow and tabulate than ours."""
-    packages = ("openenv==0.10.0", "reasoning-gym==0.1.25")
-    return foreign_python(tmp_path_factory.mktemp("openenv"), *packages)
+    """Its packages want other versions of mcp and pillow than ours."""
+    return foreign_python(tmp_path_factory.mktemp("openenv"), "openenv==0.10.0")
 
 
 @pytest.fixture(autouse=True)
@@ -191,19 +190,3 @@ def test_it_trains(python: str, runs: Runs) -> None:
     record = json.loads((runs.run() / "environments.json").read_text())["openenv"]
     assert record["interpreter"] == python
     assert record["openenv"] == "0.10.0"
-
-
-def test_reasoning_gym_trains(python: str, runs: Runs) -> None:
-    """The nearer a number of rectangles, the higher is its score."""
-    size = {"max_rectangles": 9, "width": 12, "height": 12}
-    options = {"dataset": "rectangle_count", "config": size, "system_prompt": None}
-    runs.train(
-        *LEARNING,
-        "iterations=3",
-        "environment.name=reasoning_gym",
-        f"environment.options={json.dumps(options)}",
-        f"environment.python={python}",
-    )
-    runs.assert_learnt()
-    record = json.loads((runs.run() / "environments.json").read_text())["reasoning_gym"]
-    assert record["reasoning_gym"] == "0.1.25"

@@ -46,6 +46,7 @@ def assert_probed(runs: Runs) -> None:
         assert line.get("rollout/probe_other_share", 0.0) < 0.1
 
 
+@pytest.mark.slow
 def test_iterations_side_by_side_have_the_bits_of_iterations_in_turn(
     runs: Runs, undisturbed: Undisturbed
 ) -> None:

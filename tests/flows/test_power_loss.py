@@ -51,7 +51,7 @@ VALUES = {
 }
 """What a resume may change, by the stage whose key or work it is in; two values each, in turn."""
 
-FAST = (
+SOME = (
     ("update.after", "rollout"),
     ("update.seal", "advantage"),
     ("publish.after", "update"),
@@ -65,7 +65,7 @@ MANY = (
     *(("update.after", stage) for stage in ("update", "publish", "checkpoint", "select")),
     *tuple(itertools.product(POINTS, [stage for stage in CHANGES if stage != "sparse"]))[::7],
 )
-"""Pairs beside those of `FAST`, and every seventh of all: every point and change is in it."""
+"""Pairs beside those of `SOME`, and every seventh of all: every point and change is in it."""
 
 Step = dict[str, Any]
 
@@ -120,8 +120,10 @@ def story(cases: Sequence[tuple[str, str]]) -> tuple[list[Step], list[Step]]:
 
 @pytest.mark.parametrize(
     "cases",
-    [FAST, pytest.param(MANY, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])],
-    ids=["some", "many"],
+    [
+        pytest.param(SOME, id="some", marks=pytest.mark.slow),
+        pytest.param(MANY, id="many", marks=[pytest.mark.campaign, pytest.mark.timeout(3600)]),
+    ],
 )
 def test_power_lost_and_settings_changed(cases: Sequence[tuple[str, str]], runs: Runs) -> None:
     """What was sealed under other settings is done anew, from the state that it started from."""

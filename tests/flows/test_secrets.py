@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.flows.runs import Runs
 
 SECRET = "sesame, open up"
@@ -15,6 +17,7 @@ def holding(directory: Path) -> set[str]:
     return {path.name for path in found if SECRET.encode() in path.read_bytes()}
 
 
+@pytest.mark.slow
 def test_a_secret_is_used_and_stored_nowhere(runs: Runs) -> None:
     kept = runs.directory / "kept" / "key"
     kept.parent.mkdir()

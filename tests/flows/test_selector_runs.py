@@ -133,6 +133,7 @@ def test_a_layout_that_stays_ends_the_run_with_the_error_itself(live: Runs) -> N
     assert live.executed("sealed").count((0, "select")) == 1
 
 
+@pytest.mark.slow
 def test_a_resume_tries_again_what_another_program_left_no_memory_for(
     runs: Runs, undisturbed: Undisturbed
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_resume_tries_again_what_another_program_left_no_memory_for(
     assert_learnt_alike(runs, undisturbed(*LEARNING))
 
 
+@pytest.mark.slow
 def test_a_resume_forgets_what_others_held_before_when_nothing_fits_beside_it(
     runs: Runs, undisturbed: Undisturbed
 ) -> None:

@@ -31,10 +31,10 @@ Make = Callable[[str], tuple[WorkerGroups, Events]]
 
 
 class Slow:
-    """A target that takes two seconds to build."""
+    """A target that takes a second to build."""
 
     def __init__(self, context: Any, deployment: dict[str, Any], **arguments: Any) -> None:
-        time.sleep(2.0)
+        time.sleep(1.0)
         self.deployment = deployment
 
     def prepare(self) -> str:
@@ -122,7 +122,7 @@ def test_groups_start_side_by_side_and_once(
     assert sorted(events) == [("rollout", False), ("update", False)]
     ahead = groups.started_ahead("rollout")
     assert ahead is not None
-    assert ahead.done - ahead.begun > 2.0
+    assert ahead.done - ahead.begun > 1.0
     assert groups.started_ahead("rollout") is None
     # What lives is left alone, whatever its layout: its stage lays it out anew.
     first = groups.live("rollout")

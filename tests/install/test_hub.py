@@ -149,6 +149,7 @@ def test_what_cannot_be_fetched_is_said_in_one_sentence(hub: Hub, tmp_path: Path
     assert "move what is there out of the way" in fetch(tmp_path, hub.url)
 
 
+@pytest.mark.slow
 def test_train_says_that_it_downloads_and_what_stopped_it(
     tmp_path: Path, shared_memory: Path
 ) -> None:
@@ -185,3 +186,6 @@ def test_only_the_files_that_are_read_are_downloaded() -> None:
     names = ["config.json", "pytorch_model.bin", "tokenizer.model", "onnx/model.onnx", "a.gguf"]
     assert needed_files(names) == ["config.json", "pytorch_model.bin", "tokenizer.model"]
     assert "pytorch_model.bin" not in needed_files([*names, "model.safetensors"])
+    assert needed_files(["adapter_config.json", "adapter_model.safetensors", *names]) == [
+        *needed_files(names)
+    ]

@@ -61,6 +61,7 @@ def dry_run(lock: str, version: str, target: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("lock", ["core", "gpu", "dev"])
 def test_a_lock_resolves_from_the_public_index_alone(
@@ -69,6 +70,7 @@ def test_a_lock_resolves_from_the_public_index_alone(
     dry_run(lock, version, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_cpu_lock_resolves_with_the_cpu_build_of_torch(version: str, tmp_path: Path) -> None:
     dry_run("cpu", version, tmp_path, "--torch-backend", "cpu", "--excludes", str(EXCLUDES))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import TINY
 from tests.install.conftest import clean_environment, python
 
@@ -59,6 +61,7 @@ def earl(
     )
 
 
+@pytest.mark.slow
 def test_a_recipe_is_trained_by_name_beside_the_files_of_the_user(
     installed_bin: Path, hostile: Path, shared_memory: Path
 ) -> None:

@@ -24,7 +24,7 @@ from earl_core.weights.load import tensor_files
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.launched import launch
 from tests.learner.slice_ranks import value_of
-from tests.learner.slice_results import RANKS, references, results
+from tests.learner.slice_results import RANKS, Slices
 from tests.learner.test_policy_learner import largest_difference, make_learner
 from tests.learnt import assert_learnt
 
@@ -230,17 +230,17 @@ def test_a_failed_write_leaves_the_old_state_and_nothing_else(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_mesh_writes_the_files_of_one_process(ranks: int) -> None:
+def test_every_mesh_writes_the_files_of_one_process(ranks: int, slices: Slices) -> None:
     """Each rank has also read the one process's checkpoint, bit for bit, or it had failed."""
-    for case, found in _written(ranks, "untied"):
+    for case, found in _written(slices, ranks, "untied"):
         written = json.loads((found / "state.json").read_text())
-        assert written == references().files[False], case
+        assert written == slices.state(False), case
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_each_host_writes_one_file_of_each_kind(ranks: int) -> None:
-    alone = references().scratch / "tied-reference"
-    for case, found in _written(ranks, "tied"):
+def test_each_host_writes_one_file_of_each_kind(ranks: int, slices: Slices) -> None:
+    alone = slices.alone / "tied-reference"
+    for case, found in _written(slices, ranks, "tied"):
         assert verify_training_state(found) == {"policy_version": 7}
         for folder, stem in (("policy", "model"), ("", "optimizer")):
             files = tensor_files(found / folder, stem)
@@ -255,16 +255,16 @@ def test_each_host_writes_one_file_of_each_kind(ranks: int) -> None:
             assert all(torch.equal(tensors[name], whole[name]) for name in whole), case
 
 
-def _written(ranks: int, kind: str) -> Iterator[tuple[str, Path]]:
+def _written(slices: Slices, ranks: int, kind: str) -> Iterator[tuple[str, Path]]:
     """Where the meshes have written a state: of one host untied, of two hosts tied weights."""
-    for case, found in results(ranks)[0]["files"].items():
+    for case, found in slices.results(ranks)[0]["files"].items():
         if Path(found["state"]).name.startswith(kind):
             yield case, Path(found["state"])
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_ranks_wrote_loads_with_stock_transformers(tied: bool) -> None:
-    cases = results(2)[0]["files"]
+def test_what_ranks_wrote_loads_with_stock_transformers(tied: bool, slices: Slices) -> None:
+    cases = slices.results(2)[0]["files"]
     found = next(value for name, value in cases.items() if ("tied" in name) == tied)
     policy = Path(found["state"]) / "policy"
     stock, report = AutoModelForCausalLM.from_pretrained(policy, output_loading_info=True)

@@ -19,6 +19,7 @@ from tests.learner.test_policy_learner import largest_difference, make_learner, 
 from tests.learner.test_selective_checkpointing import samples
 
 
+@pytest.mark.slow
 def test_compiled_layers_learn_the_same_and_are_compiled_once(tmp_path: Path) -> None:
     """Ten packs of different lengths, with shared prefixes and without; both layers are one."""
     save_model("qwen2", tmp_path)

@@ -14,13 +14,13 @@ from earl_core.learner.state.reshard import move_state
 from earl_core.tensors.collectives import Ranks
 from tests.learner.cuts import meshes
 from tests.learner.slice_ranks import policy
-from tests.learner.slice_results import RANKS, results
+from tests.learner.slice_results import RANKS, Slices
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_weights_and_optimizer_state_go_through_all_meshes(ranks: int) -> None:
+def test_weights_and_optimizer_state_go_through_all_meshes(ranks: int, slices: Slices) -> None:
     """Values are compared in the ranks; a hop that needs no other rank moves nothing."""
-    for answered in results(ranks):
+    for answered in slices.results(ranks):
         hops = answered["reshard"]
         assert len(hops) == len(meshes(ranks)) + 2
         largest = 61 * 32 * 4
@@ -28,8 +28,8 @@ def test_weights_and_optimizer_state_go_through_all_meshes(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_the_allocator_saw_at_most_one_parameter_more(ranks: int) -> None:
-    for answered in results(ranks):
+def test_the_allocator_saw_at_most_one_parameter_more(ranks: int, slices: Slices) -> None:
+    for answered in slices.results(ranks):
         for hop in answered["memory"]:
             assert hop["seen"] <= 1.1 * hop["largest"], hop
             assert hop["counted"] <= 1.1 * hop["largest"], hop
@@ -37,9 +37,9 @@ def test_the_allocator_saw_at_most_one_parameter_more(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_steps_between_changes_of_the_mesh_equal_one_process(ranks: int) -> None:
+def test_steps_between_changes_of_the_mesh_equal_one_process(ranks: int, slices: Slices) -> None:
     """fp32, uneven samples dealt to data ranks, a step on every mesh."""
-    for difference, steps in (answered["training"] for answered in results(ranks)):
+    for difference, steps in (answered["training"] for answered in slices.results(ranks)):
         assert steps >= 4
         assert difference <= 1e-6
 

@@ -121,6 +121,7 @@ def test_only_the_product_of_a_pairs_b_is_computed_again(tmp_path: Path) -> None
     assert again.total() - again[3] == 3 < again[3]
 
 
+@pytest.mark.slow
 def test_each_rung_takes_less_memory(tmp_path: Path) -> None:
     (peaks,) = launch("tests.learner.fake_peaks", "rungs", 1, tmp_path)
     assert peaks["none"][1] > 1.05 * peaks["selective"][1] > 1.1 * peaks["full"][1]

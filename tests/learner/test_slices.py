@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from earl_core.tensors.slices import Box, shares
 from tests.learner.cuts import meshes
-from tests.learner.slice_results import RANKS, results
+from tests.learner.slice_results import RANKS, Slices
 
 
 @st.composite
@@ -64,18 +64,18 @@ def test_a_scalar_belongs_to_one() -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_mesh_knows_its_boxes_and_reaches_every_other(ranks: int) -> None:
+def test_every_mesh_knows_its_boxes_and_reaches_every_other(ranks: int, slices: Slices) -> None:
     """Uneven sizes, dimensions smaller than the mesh, FSDP2 over tensor parallelism."""
-    for answered in results(ranks):
+    for answered in slices.results(ranks):
         assert answered["boxes"].keys() == {str(each.axes) for each in meshes(ranks)}
         assert min(answered["boxes"].values()) > 50
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_failure_of_one_rank_is_everyones(ranks: int) -> None:
+def test_a_failure_of_one_rank_is_everyones(ranks: int, slices: Slices) -> None:
     """Full disks and shared memory at rank 0 and the last rank (once while parts are on their way
     to another host), and a damaged checkpoint."""
-    answers = [answered["failures"] for answered in results(ranks)]
+    answers = [answered["failures"] for answered in slices.results(ranks)]
     for messages in zip(*answers, strict=True):
         assert (
             len(

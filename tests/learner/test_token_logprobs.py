@@ -150,6 +150,7 @@ def test_no_token_to_score_leaves_gradients_of_zero() -> None:
         assert not each.grad.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_passes_compute_the_same(dtype: torch.dtype) -> None:
     """One after the other, as the updates and scorings of a process come."""

@@ -17,7 +17,7 @@ from tests.learner.recorded import Recorded
 from tests.learnt import assert_learnt
 
 LEARNER = "earl_core.learner.update_worker:LearnerWorker"
-REFERENCE = "earl_core.learner.reference:ReferenceWorker"
+REFERENCE = "earl_core.learner.model_worker:ReferenceWorker"
 AGREED = ("policy_version", "digest", "steps_applied")
 MESHES = [{"shard": 2}, {"tensor_parallel": 2}, {"context_parallel": 2}, {"replicas": 2}]
 MEASURED = ("seconds", "peak", "per_second", "microbatches", "padding", "prefix", "imbalance")

@@ -172,7 +172,7 @@ def test_agents_of_a_lost_process_are_played_anew(fault: str) -> None:
     settings = limits(max_failed_share=0.0)
     once: dict[str, Any] = {"faults": {"0": fault}}
     with pytest.raises(RolloutFailed, match="of 4 episodes failed"):
-        asyncio.run(played(answering(), "unreliable", 4, settings, once, seconds=2.0))
+        asyncio.run(played(answering(), "unreliable", 4, settings, once, seconds=1.0))
 
 
 def test_too_many_failures_end_the_rollout() -> None:

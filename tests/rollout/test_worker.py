@@ -19,7 +19,7 @@ from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
 from earl_core.rollout.errors import RolloutFailed, WeightSyncError
-from earl_core.rollout.held_out import HELD_OUT_PROMPTS
+from earl_core.rollout.mixture import HELD_OUT_PROMPTS
 from earl_core.rollout.rollout_stats import (
     RolloutStats,
     check_failures,

@@ -125,7 +125,7 @@ def test_more_memory_is_never_slower(
 noises = st.lists(st.floats(-1, 1), min_size=6, max_size=12)
 
 
-@quick
+@settings(max_examples=12, deadline=None)  # each plans up to twelve times
 @examples(models, st.floats(256, 30000), st.integers(8, 2048), noises, st.floats(0.005, 0.2))
 def test_noise_below_the_hysteresis_never_causes_a_switch(
     model: str, level: float, episodes: int, noise: list[float], hysteresis: float
