@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect import task
 
+from earl_core.algorithms.importance import too_small
 from earl_core.control.learner import call_learner, ensure_learner, publish_weights
 from earl_core.control.resume_point import StateLost
 from earl_core.control.run_controller import RunController, controller_of
@@ -24,6 +25,7 @@ from earl_core.dispatch import Manifest, ManifestError
 from earl_core.run.policy_versions import MADE, carried
 from earl_core.run.saved_versions import saved
 from earl_core.weights.manifest import WeightsManifest
+from earl_core.weights.probe import PREFIXES
 from tasks.stage import StageInputs, StageRef, plan_of, run_stage, stage_task
 
 logger = logging.getLogger(__name__)
@@ -63,19 +65,16 @@ def update(given: StageInputs) -> dict[str, Any]:
     learner.version = int(result["policy_version"])
     learner.drop_handoff()
     run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
-    warning = controller.config.mismatch_watch.warning(result["metrics"], iteration)
-    if warning:
+    if warning := controller.config.mismatch_watch.warning(result["metrics"], iteration):
         logger.warning("%s", warning)
-    age = run.versions.before(iteration) - rows_of(given.manifests).policy_version
-    metrics = {
-        **result["metrics"],
-        "age": age,
-        "peak_bytes": controller.groups.peak_bytes("update"),
-    }
+    if small := too_small(result["metrics"], controller.config.update.least_sample_size):
+        logger.warning("iteration %d: %s", iteration, small)
+    metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("update")}
     outputs = watch.measured(metrics) if result["steps_applied"] else {}
+    outputs |= {"digest": result["digest"], MADE: result["policy_version"]}
     return {
         "shards": result["shards"],
-        "outputs": {**outputs, "digest": result["digest"], MADE: result["policy_version"]},
+        "outputs": {**outputs, PREFIXES: result[PREFIXES]},
         "metrics": metrics,
     }
 
@@ -129,8 +128,7 @@ def input_weights(
     if version < versions.before(iteration) and controller.learners["update"].version != version:
         raise StateLost(
             f"policy version {version}, which iteration {iteration} plays, is neither in shared "
-            "memory nor saved: resume the run, which repeats what is missing; where "
-            "schedule.staleness was raised since, set it back"
+            "memory nor saved: resume the run, which repeats what is missing"
         )
     with (
         surviving(controller, iteration, stage),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,17 @@ def whole_iteration(run: RunDirectory, iteration: int) -> Wave:
     return Wave(first, asked, _cursor(run, iteration), counted=counted)
 
 
+def follows_seal(run: RunDirectory, iteration: int) -> bool:
+    """Tell whether the prompts of an iteration follow from the seal of the rollout before it: in a
+    mixture, and after prompts that were played in waves."""
+    if run.config.rollout.filters_groups or run.config.environments:
+        return True
+    for before in reversed(range(max(0, iteration - 1 - run.config.schedule.staleness), iteration)):
+        with suppress(ManifestError):
+            return PROMPTS in run.manifest(before, "rollout").outputs
+    return False
+
+
 def wave_after(run: RunDirectory, iteration: int, sealed: Sequence[Manifest]) -> Wave:
     """Return the iteration's next wave. sealed: rollouts and rewards of its earlier ones; `more`
     says whether there is one."""
@@ -117,6 +129,7 @@ def whole_rollout(config: RunConfig, sealed: Sequence[Manifest]) -> dict[str, An
         **rollout_stats.rollout_metrics(tally),
         **{f"load/{name}": value for name, value in statistics},
         **_over(rollouts, max, "replicas", "peak_bytes", "reserved_bytes"),
+        **_over(rollouts, max, *(n for n in rollouts[0].metrics if n.startswith("probe_"))),
         **_over(rollouts, math.fsum, "replicas_lost", "stage_seconds"),
         "waves": float(len(rollouts)),
         "prompts": float(played),

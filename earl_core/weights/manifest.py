@@ -16,6 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from earl_core.pretrained.architecture import model_config
+from earl_core.weights.probe import ProbedRow
 
 _VOLATILE_CONFIG_KEYS = frozenset(
     {
@@ -84,6 +85,7 @@ class WeightsManifest(_Frozen):
     files and whoever wrote them.
     `config_digest` is empty when the publisher gave no model configuration. `adapter` is none where
     the tensors are a whole model's; an engine adds an adapter's to the model of `model.path`.
+    `probe` is empty where no batch was trained on.
     """
 
     schema_version: Literal[1] = 1
@@ -94,6 +96,7 @@ class WeightsManifest(_Frozen):
     digest: str
     config_digest: str = ""
     adapter: AdapterEntry | None = None
+    probe: tuple[ProbedRow, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> WeightsManifest:
