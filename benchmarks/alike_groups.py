@@ -14,7 +14,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,47 @@ from typing import Any
 import yaml
 
 from earl_core.dispatch import read_manifest
+from earl_core.environments.base import Message, StepResult
+from earl_core.environments.registry import create
 from earl_core.run.record import read_lines
 from tools.harness import REPOSITORY, Report, Row, interval, median, parser, publish
+from tools.process_tree import TIMEOUT_SECONDS, train_command
+
+
+class MostlyHopeless:
+    """Of every `of` prompts one is a game; in the others each episode ends with `lost`.
+
+    characters, legal_answers: as for the game, for the small model.
+    """
+
+    def __init__(self, of: int = 5, lost: float = -1.0) -> None:
+        self._game = create("tic_tac_toe", {"style": "compact"})
+        self._of, self._lost, self._hopeless = of, lost, False
+        self.characters = self._game.characters
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._hopeless = prompt % self._of != 0
+        return self._game.reset(prompt, seed)
+
+    def step(self, text: str) -> StepResult:
+        result = self._game.step(text)
+        if not self._hopeless:
+            return result
+        return replace(result, reward=self._lost if result.done else 0.0)
+
+    def legal_answers(self) -> list[str]:
+        """Moves that are free."""
+        found: list[str] = self._game.legal_answers()
+        return found
+
+    def close(self) -> None:
+        self._game.close()
+
 
 ARMS = ("keep", "drop", "replace")
-_GAME = "benchmarks.alike_groups_game:MostlyHopeless"
+_GAME = "benchmarks.alike_groups:MostlyHopeless"
 _EVERY = 2
 _STAGES = ("rollout/seconds", "reward/seconds", "advantage/seconds", "update/seconds")
-_TIMEOUT_SECONDS = 3600.0
 _BUILD = (
     "import pathlib, sys; from earl_core.models.tiny import build; "
     "build(pathlib.Path(sys.argv[1]), environments=[{'name': sys.argv[2]}], hidden=64, layers=2, "
@@ -86,12 +119,12 @@ def train(place: Path, arm: str, seed: int, options: argparse.Namespace) -> Fini
     file.write_text(yaml.safe_dump(_settings(place, name, arm, seed, options)), encoding="utf-8")
     with (place / f"{name}.log").open("wb") as log:
         subprocess.run(
-            [sys.executable, "-m", "flows.cli", "train", str(file), "--json"],
+            train_command(file, (), "--json"),
             cwd=REPOSITORY,
             check=True,
             stdout=log,
             stderr=log,
-            timeout=_TIMEOUT_SECONDS,
+            timeout=TIMEOUT_SECONDS,
         )
     run = place / "runs" / name
     evaluated = [read_manifest(each) for each in run.glob("iterations/*/evaluation.json")]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +23,8 @@ from earl_core.environments.games.board_game import BoardGameOptions, BoardRewar
 from earl_core.environments.games.tic_tac_toe import TicTacToe
 from earl_core.run.record import read_lines
 from tools.harness import REPOSITORY, Report, Row, median, parser, publish
-from tools.process_tree import MeasuredCommand
+from tools.process_tree import train as run_train
 
-_TIMEOUT_SECONDS = 3600.0
 _FIRST = 2
 """The first measured iteration; workers start in those before."""
 
@@ -97,18 +95,12 @@ def train(arm: str, options: argparse.Namespace, scratch: Path) -> list[dict[str
         f"model.path={scratch / 'model'}",
         f"environment.options.seconds={options.wait}",
         f"rollout.prompts_per_iteration={options.prompts}",
+        f"iterations={iterations}",
         *_RUN,
         *ARMS[arm],
     ]
-    command = [sys.executable, "-m", "flows.cli", "train", "tictactoe_tiny", "--plain"]
-    command += ["--iterations", str(iterations)]
-    for setting in settings:
-        command += ["--set", setting]
-    environment = {"PREFECT_HOME": str(scratch / "prefect"), "PYTHONPATH": str(REPOSITORY)}
-    with MeasuredCommand(
-        command, scratch / f"{name}.log", directory=REPOSITORY, environment=environment
-    ) as trained:
-        trained.wait(_TIMEOUT_SECONDS)
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    run_train("tictactoe_tiny", settings, scratch, log=f"{name}.log", environment=environment)
     written = read_lines(scratch / "runs" / name / "metrics.jsonl")
     lines = {int(line["iteration"]): line for line in written}
     return [lines[number] for number in range(_FIRST - 1, iterations)]

@@ -10,8 +10,6 @@ bounds on requests in flight, and every row that arrives is compared with what w
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
 import os
 import random
 import shutil
@@ -19,14 +17,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-from benchmarks.dispatch_hosts_node import LIMITS, TOKEN_BYTES, Received, serve, work
+from benchmarks.dispatch_hosts_node import LIMITS, TOKEN_BYTES, Received, Server, Worker
 from earl_core.dispatch import Manifest, ShardEntry
 from tools.harness import Report, Row, median, parser, publish
 from tools.namespaces import Link, Network, missing, network
+from tools.process_group import Group
 from tools.traffic import predict
 
 ASSIGNMENTS = (
@@ -40,29 +37,6 @@ _OF_ANY = ("random reshuffle", "host-first")
 """Assignments of rows that differ, or do not divide among the hosts."""
 _LEAD_SECONDS = 0.05
 _CONTROLLER_REPEAT = 2
-
-
-@dataclass
-class Cluster:
-    """The hosts' workers, and what they are told."""
-
-    network: Network
-    workers: list[Connection]
-
-    def all(self, step: str, *arguments: Any) -> list[Any]:
-        """Tell every worker the same, and wait for all."""
-        return self.each(step, [arguments] * len(self.workers))
-
-    def each(self, step: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Tell every worker something of its own, and wait for all."""
-        for worker, given in zip(self.workers, arguments, strict=True):
-            worker.send((step, given))
-        return [_answer(worker) for worker in self.workers]
-
-    def one(self, host: int, step: str, *arguments: Any) -> Any:
-        """Tell one worker, and wait for it."""
-        self.workers[host].send((step, arguments))
-        return _answer(self.workers[host])
 
 
 @dataclass
@@ -86,9 +60,11 @@ def main() -> None:
     link = Link(options.rate, queue_bytes=options.queue * 1024)
     dropped = 0
     for hosts in options.hosts:
-        with network(hosts, link) as made, _cluster(made) as cluster:
+        with network(hosts, link) as made, _workers(made) as workers:
             for tokens in options.tokens:
-                report.rows += _size(cluster, _Rows.of(options, hosts, tokens), options.repeat)
+                report.rows += _size(
+                    made, workers, _Rows.of(options, hosts, tokens), options.repeat
+                )
             dropped += made.dropped()
     _conclude(report, options, dropped)
     publish(report, options)
@@ -137,60 +113,24 @@ class _Rows:
 
 
 @contextmanager
-def _cluster(made: Network) -> Iterator[Cluster]:
+def _workers(made: Network) -> Iterator[Group]:
     """Start a server and a worker on every host; end them and remove their shards afterwards."""
     directory = Path(f"/dev/shm/earl-benchmark-{os.getpid()}")
-    context = multiprocessing.get_context("fork")
-    processes, pipes, ends = [], [], []
     try:
-        for body in (serve, work):
-            for host in range(made.hosts):
-                ours, theirs = context.Pipe()
-                arguments = (made, host, directory / str(host), theirs)
-                process = context.Process(target=_alone, args=(body, [*ends, ours], arguments))
-                process.start()
-                theirs.close()
-                processes.append(process)
-                ends.append(ours)
-                if body is work:
-                    pipes.append(ours)
-        for end in ends:
-            if _answer(end) != "ready":
-                raise RuntimeError("a host did not start")
-        yield Cluster(made, pipes)
+        with (
+            Group(Server, made.hosts, made, directory, fork=True),
+            Group(Worker, made.hosts, made, directory, fork=True) as workers,
+        ):
+            yield workers
     finally:
-        for end in ends:
-            end.close()
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _alone(body: Any, ends: list[Connection], arguments: tuple[Any, ...]) -> None:
-    # The others' pipes, inherited by the fork, would keep them from noticing this end's closing.
-    for end in ends:
-        end.close()
-    with contextlib.suppress(KeyboardInterrupt):
-        body(*arguments)
-
-
-def _answer(pipe: Connection) -> Any:
-    if not pipe.poll(300):
-        raise TimeoutError("a host has not answered for five minutes")
-    found = pipe.recv()
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def _size(cluster: Cluster, batch: _Rows, repeat: int) -> list[Row]:
+def _size(network: Network, workers: Group, batch: _Rows, repeat: int) -> list[Row]:
     """All assignments of a batch."""
-    hosts, home = cluster.network.hosts, batch.home
+    hosts, home = network.hosts, batch.home
     rows = [[row for row, own in enumerate(home) if own == host] for host in range(hosts)]
-    made = cluster.each("produce", [(mine, batch.lengths) for mine in rows])
+    made = workers.each("produce", {n: (own, batch.lengths) for n, own in enumerate(rows)}).results
     entries: list[ShardEntry] = [entry for entry in made if entry is not None]
     manifest = Manifest(
         run="r", iteration=0, stage="rollout", key="k", policy_version=0, shards=tuple(entries)
@@ -200,23 +140,23 @@ def _size(cluster: Cluster, batch: _Rows, repeat: int) -> list[Row]:
     # The first round faults pages and opens connections; it does not count.
     for number in range(repeat + 1):
         draw = random.Random(1000 * batch.longest + number)
-        cluster.all("prepare", manifest, owners("random reshuffle", home, hosts, draw))
+        workers.call("prepare", manifest, owners("random reshuffle", home, hosts, draw))
         if not number:
-            cluster.all("greet")
+            workers.call("greet")
         # The one way that takes long is also the one whose times hardly differ.
         if number <= _CONTROLLER_REPEAT:
-            seconds = _gather_and_scatter(cluster, len(home))
+            seconds = _gather_and_scatter(workers, len(home))
             central += [seconds] if number else []
         for name, cell in cells.items():
             owner = owners(name, home, hosts, draw)
-            moved, needed, busiest = cluster.all("prepare", manifest, owner)[0]
-            seconds = _fetch_directly(cluster, len(home))
+            moved, needed, busiest = workers.call("prepare", manifest, owner).results[0]
+            seconds = _fetch_directly(workers, len(home))
             if number:
                 cell.ours.append(seconds)
                 cell.moved.append(moved)
                 cell.busiest.append(busiest)
                 cell.needed = needed
-    return [_row(cluster.network, batch, name, central, cell) for name, cell in cells.items()]
+    return [_row(network, batch, name, central, cell) for name, cell in cells.items()]
 
 
 def owners(name: str, home: Sequence[int], hosts: int, draw: random.Random) -> list[int] | None:
@@ -248,20 +188,20 @@ def owners(name: str, home: Sequence[int], hosts: int, draw: random.Random) -> l
     return owner
 
 
-def _fetch_directly(cluster: Cluster, rows: int) -> float:
+def _fetch_directly(workers: Group, rows: int) -> float:
     start = time.monotonic() + _LEAD_SECONDS
-    seconds = max(cluster.all("fetch", start)) - start
-    _check(cluster.all("check_fetched"), rows)
+    seconds = max(workers.call("fetch", start).results) - start
+    _check(workers.call("check_fetched").results, rows)
     return seconds
 
 
-def _gather_and_scatter(cluster: Cluster, rows: int) -> float:
+def _gather_and_scatter(workers: Group, rows: int) -> float:
     start = time.monotonic() + _LEAD_SECONDS
-    entries: list[ShardEntry] = cluster.one(0, "gather", start)
-    shares = [(entry,) for entry in entries]
-    seconds = max(cluster.each("scatter", shares)) - start
-    _check(cluster.each("check_scattered", shares), rows)
-    cluster.one(0, "tidy")
+    [entries] = workers.each("gather", {0: (start,)}).results
+    shares = {host: (entry,) for host, entry in enumerate(entries)}
+    seconds = max(workers.each("scatter", shares).results) - start
+    _check(workers.each("check_scattered", shares).results, rows)
+    workers.each("tidy", {0: ()})
     return seconds
 
 

@@ -1,7 +1,7 @@
 """One host of `dispatch_hosts`: a process that serves its shards and one that works.
 
-Both enter the host's namespace first. The worker does what it is told over a pipe and answers with
-the time at which it was done; all processes share the machine's monotonic clock. The received rows
+Both enter the host's namespace first. The worker does what it is told and answers with the time at
+which it was done; all processes share the machine's monotonic clock. The received rows
 are compared with those that the producers wrote, one by one, outside of the measured time.
 """
 
@@ -12,9 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -67,32 +66,20 @@ def row_values(row: int, tokens: int) -> dict[str, np.ndarray]:
     return {name: values[name].astype(dtype) for name, dtype in COLUMNS.items()}
 
 
-def serve(network: Network, host: int, directory: Path, pipe: Connection) -> None:
-    """Body of the process that serves a host's shards; ends when the pipe does."""
+def enter(network: Network, host: int) -> None:
+    """Let this process be one of a host's."""
     network.enter(host)
     os.environ["EARL_HOST"] = host_names(network.hosts)[host]
-    directory.mkdir(parents=True, exist_ok=True)
-    with RangeServer(directory, _TOKEN, host=network.address(host), port=PORT):
-        pipe.send("ready")
-        with suppress(EOFError):
-            pipe.recv()
 
 
-def work(network: Network, host: int, directory: Path, pipe: Connection) -> None:
-    """Body of a host's worker; ends when the pipe does."""
-    network.enter(host)
-    os.environ["EARL_HOST"] = host_names(network.hosts)[host]
-    worker = Worker(network, host, directory)
-    pipe.send("ready")
-    while True:
-        try:
-            name, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(getattr(worker, name)(*arguments))
-        except Exception as error:
-            pipe.send(error)
+class Server:
+    """Serves a host's shards as long as its process lives."""
+
+    def __init__(self, host: int, network: Network, directory: Path) -> None:
+        enter(network, host)
+        place = directory / str(host)
+        place.mkdir(parents=True, exist_ok=True)
+        self._server = RangeServer(place, _TOKEN, host=network.address(host), port=PORT)
 
 
 @dataclass(frozen=True)
@@ -106,11 +93,12 @@ class Received:
 class Worker:
     """A host's rank: produces rows, then takes part in either way of bringing them to others."""
 
-    def __init__(self, network: Network, host: int, directory: Path) -> None:
+    def __init__(self, host: int, network: Network, directory: Path) -> None:
+        enter(network, host)
         self.names = host_names(network.hosts)
         self.name = self.names[host]
         self.host = host
-        self.store = ShardStore(directory, _MAX_BYTES)
+        self.store = ShardStore(directory / str(host), _MAX_BYTES)
         addresses = {n: (network.address(h), PORT) for h, n in enumerate(self.names)}
         self.transport = TcpTransport(addresses, _TOKEN, LIMITS)
         self.lengths: Sequence[int] = ()

@@ -25,12 +25,12 @@ from benchmarks.dispatch_local_processes import (
     BYTES_PER_TOKEN,
     COLUMNS,
     Consumer,
-    Group,
     Producer,
     Size,
 )
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore
 from tools.harness import Report, Row, interval, median, parser, publish
+from tools.process_group import Group
 
 GIB = 2**30
 _COPIES = 1.4

@@ -1,18 +1,10 @@
-"""The batch that has to move, and the processes that make it, copy it and take it.
-
-They run one method at a time, and each says when it began and ended.
-"""
+"""The batch that has to move, and those who make it, copy it and take it in processes of their
+own."""
 
 from __future__ import annotations
 
-import multiprocessing
-import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -38,7 +30,6 @@ _SOURCE_BYTES = 256 * 2**20
 """Most bytes of made-up data of a producer; larger shares repeat it."""
 _BUFFER_BYTES = 512 * 2**20
 """Most bytes of a copy's destination in a process; a larger copy goes over it again."""
-_ANSWER_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -116,96 +107,6 @@ def check(size: Size, rows: np.ndarray, name: str, arrived: list[np.ndarray]) ->
     for sample, array in zip(rows.tolist(), arrived, strict=True):
         if not np.array_equal(array, row_of(size, sample, name)):
             raise RuntimeError(f"row {sample} of {name} arrived with other values")
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One method on all processes. start, end: of the first and of the last, `perf_counter`."""
-
-    start: float
-    end: float
-    results: list[Any]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from when the first began to when the last ended."""
-        return self.end - self.start
-
-
-class Group:
-    """`count` processes with an object `kind(rank, *arguments)` each. A context manager."""
-
-    def __init__(self, kind: Callable[..., object], count: int, *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._ends: list[Connection] = []
-        self._processes = []
-        for rank in range(count):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, kind, rank, *arguments), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._ends.append(mine)
-            self._processes.append(process)
-        self._answers()
-
-    def call(self, method: str, *arguments: object) -> Phase:
-        """Run a method with the same arguments everywhere. Raises `RuntimeError` if one does."""
-        for end in self._ends:
-            end.send((method, arguments))
-        starts, ends, results = zip(*self._answers(), strict=True)
-        return Phase(min(starts), max(ends), list(results))
-
-    def _answers(self) -> list[Any]:
-        answers: dict[int, Any] = {}
-        numbers = {end: rank for rank, end in enumerate(self._ends)}
-        while len(answers) < len(numbers):
-            ready = wait([end for end, n in numbers.items() if n not in answers], _ANSWER_SECONDS)
-            if not ready:
-                raise RuntimeError(f"no answer within {_ANSWER_SECONDS:.0f} s")
-            for end in ready:
-                assert isinstance(end, Connection)
-                try:
-                    good, answer = end.recv()
-                except EOFError:
-                    raise RuntimeError("a process of the benchmark died, see its output") from None
-                if not good:
-                    raise RuntimeError(f"a process of the benchmark failed:\n{answer}")
-                answers[numbers[end]] = answer
-        return [answers[rank] for rank in range(len(answers))]
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for end in self._ends:
-            end.close()
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _serve(end: Connection, kind: Callable[..., object], rank: int, *arguments: object) -> None:
-    try:
-        served = kind(rank, *arguments)
-        end.send((True, None))
-        while True:
-            method, given = end.recv()
-            start = time.perf_counter()  # comparable between the processes of a machine
-            result = getattr(served, method)(*given)
-            end.send((True, (start, time.perf_counter(), result)))
-    except (EOFError, KeyboardInterrupt):
-        return  # the benchmark ended
-    except BaseException:
-        end.send((False, traceback.format_exc()))
 
 
 class Producer:

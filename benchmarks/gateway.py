@@ -27,9 +27,8 @@ from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.play import play_agents
-from earl_core.system.import_path import import_object
 from earl_core.trajectory.samples import EpisodeSpec, VersionSpan
-from tools.harness import Report, interval, median, parser, publish
+from tools.harness import Report, build_model, interval, median, parser, publish
 
 SIDES = {
     "loop": ("benchmarks.gateway:Talk", play),
@@ -169,9 +168,8 @@ async def compare(config: RunConfig, options: argparse.Namespace, report: Report
 
 
 def main() -> None:
-    made = parser("Agents behind the gateway against the built-in loop.")
+    made = parser("Agents behind the gateway against the built-in loop.", overrides=True)
     made.add_argument("--config", default="demo", help="its model and engine")
-    made.add_argument("--set", action="append", default=[], metavar="A.B=C")
     made.add_argument("--sessions", type=int, default=32)
     made.add_argument("--turns", type=int, default=4, help="calls of a session")
     made.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
@@ -180,9 +178,7 @@ def main() -> None:
     if options.quick:
         options.turns, options.rounds = 2, 1
     config = load_config(options.config, options.set)
-    if not (Path(config.model.path) / "config.json").is_file():
-        build = import_object(config.model.builder, "model.builder")
-        build(Path(config.model.path), **config.model.builder_options)
+    build_model(config)
     report = Report("gateway", "Agents behind the gateway")
     asyncio.run(compare(config, options, report))
     report.notes.append(

@@ -66,9 +66,8 @@ class Ran:
 
 
 def main() -> None:
-    made = parser(str(__doc__).partition("\n")[0])
+    made = parser(__doc__ or "", overrides=True)
     made.add_argument("--config", default="tictactoe_tiny", help="a run file or recipe")
-    made.add_argument("--set", action="append", default=[], metavar="A.B=C")
     made.add_argument("--iterations", type=int, default=8)
     made.add_argument("--megabits", type=float, default=1000.0, help="of the link, each way")
     options = made.parse_args()

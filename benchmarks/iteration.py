@@ -45,7 +45,6 @@ copy of the model instead of the full-precision one under autocast. cache: keys 
 across turns. gradient_checkpointing: TRL's own default is on. use_vllm: TRL's colocated vLLM."""
 
 _TRY_SECONDS = 900.0
-_SHOWN_CHARACTERS = 300
 
 
 @dataclass
@@ -110,7 +109,7 @@ def pick_trl_settings(config: RunConfig, scratch: Path, report: Report) -> Setti
             found = run_trl(config, candidate, 2, scratch / f"trl-try-{number}", _TRY_SECONDS)
         except CommandFailed as failure:
             report.notes.append(
-                f"TRL with {_words(candidate)} failed on this machine: {_reason(failure)}"
+                f"TRL with {_words(candidate)} failed on this machine: {failure.reason}"
             )
             continue
         measured = Measured.of([found])
@@ -120,13 +119,6 @@ def pick_trl_settings(config: RunConfig, scratch: Path, report: Report) -> Setti
     if not tried:
         raise CommandFailed("TRL failed with every setting:\n" + "\n".join(report.notes))
     return candidates[min(tried)[1]]
-
-
-def _reason(failure: CommandFailed) -> str:
-    """The line that says most: the last error of the log."""
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    named = [line for line in lines if "Error:" in line] or lines
-    return named[-1][:_SHOWN_CHARACTERS]
 
 
 def fill(

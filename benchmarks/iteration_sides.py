@@ -15,9 +15,7 @@ from earl_core.control.hardware import read_hardware
 from earl_core.run.record import read_lines
 from tools.harness import REPOSITORY, precision_of
 from tools.iterations import read_iterations
-from tools.process_tree import CommandFailed, MeasuredCommand
-
-_TIMEOUT_SECONDS = 3600.0
+from tools.process_tree import TIMEOUT_SECONDS, CommandFailed, MeasuredCommand, train
 
 
 @dataclass(frozen=True)
@@ -63,19 +61,9 @@ def run_earl(file: Path, config: RunConfig, iterations: int, scratch: Path) -> R
     overrides = settings_of(rollout.episodes_per_iteration, rollout.group_size)
     # TRL saves nothing: one checkpoint at the end, where it belongs to no measured iteration.
     overrides += [f"checkpoint.every={iterations + 1}", "name=measured", *precision_of(config)]
-    overrides += [f"runs_directory={scratch / 'runs'}"]
-    command = [sys.executable, "-m", "flows.cli", "train", str(file), "--plain"]
     # An iteration ends where the next one begins, so the last one is not measured.
-    command += ["--iterations", str(iterations + 1)]
-    for setting in overrides:
-        command += ["--set", setting]
-    with MeasuredCommand(
-        command,
-        scratch / "earl.log",
-        directory=REPOSITORY,
-        environment={"PREFECT_HOME": str(scratch / "prefect")},
-    ) as trained:
-        trained.wait(_TIMEOUT_SECONDS)
+    overrides += [f"runs_directory={scratch / 'runs'}", f"iterations={iterations + 1}"]
+    peak_bytes = train(file, overrides, scratch)
     run = scratch / "runs" / "measured"
     lines = {line["iteration"]: line for line in read_lines(run / "metrics.jsonl")}
     found = [
@@ -95,7 +83,7 @@ def run_earl(file: Path, config: RunConfig, iterations: int, scratch: Path) -> R
         )
         for item in read_iterations(run, range(1, iterations))
     ]
-    return Round(found, trained.peak_bytes)
+    return Round(found, peak_bytes)
 
 
 def _update_alone(file: Path, config: RunConfig, iteration: Path, scratch: Path) -> float:
@@ -115,7 +103,7 @@ def _update_alone(file: Path, config: RunConfig, iteration: Path, scratch: Path)
     arguments.write_text(json.dumps(settings), encoding="utf-8")
     command = [sys.executable, "-m", "benchmarks.update_side", str(arguments)]
     with MeasuredCommand(command, scratch / "alone.log", directory=REPOSITORY) as updated:
-        updated.wait(_TIMEOUT_SECONDS)
+        updated.wait(TIMEOUT_SECONDS)
     found = json.loads(results.read_text(encoding="utf-8"))
     return float(found["updates"][0]["seconds"])
 
@@ -125,7 +113,7 @@ def run_trl(
     candidate: dict[str, int | bool],
     iterations: int,
     scratch: Path,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Round:
     """TRL in its own environment, which is made when it is not there yet."""
     scratch.mkdir(parents=True)
@@ -172,25 +160,28 @@ def trl_settings(config: RunConfig, iterations: int) -> dict[str, Any]:
     """Return the settings with which TRL does the same as this configuration."""
     rollout, update, environment = config.rollout, config.update, config.environment
     return {
-        "model": config.model.path,
+        **shared_settings(config),
         "environment": environment.name,
         "options": environment.options,
         "prompts": rollout.prompts_per_iteration,
         "group_size": rollout.group_size,
         "max_turns": rollout.max_turns,
         "max_tokens_per_turn": rollout.max_tokens_per_turn,
-        "temperature": rollout.temperature,
         "answer_prefix": rollout.answer_prefix,
         "iterations": iterations,
-        "learning_rate": update.learning_rate,
-        "beta1": update.beta1,
-        "beta2": update.beta2,
-        "epsilon": update.epsilon,
-        "weight_decay": update.weight_decay,
-        "max_grad_norm": update.max_grad_norm,
         "precision": update.precision,
-        "seed": config.seed,
         "threads": update.threads or read_hardware().cpu_cores,
+    }
+
+
+def shared_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that every side of a comparison has: model, optimizer, sampling, seed."""
+    names = ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm")
+    return {
+        "model": config.model.path,
+        "temperature": config.rollout.temperature,
+        "seed": config.seed,
+        **{name: getattr(config.update, name) for name in names},
     }
 
 

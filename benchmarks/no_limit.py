@@ -254,7 +254,7 @@ _QUICK = ("model.builder_options.care=0.95",)
 
 
 def _options() -> argparse.Namespace:
-    options = parser(__doc__ or "")
+    options = parser(__doc__ or "", overrides=True)
     arms = ("fixed", "truncated", "earl", "by_hand")
     options.add_argument("--png", type=Path, help="draw the curves into this file")
     options.add_argument("--arms", nargs="+", choices=arms, default=arms)
@@ -270,7 +270,6 @@ def _options() -> argparse.Namespace:
         help="make run directories here and keep them; another call with the same settings goes "
         "on with the runs that have not ended",
     )
-    options.add_argument("--set", action="append", default=[], metavar="a.b=c")
     given = options.parse_args()
     if given.quick:
         given.seeds, given.iterations, given.held_out = 1, 6, 0

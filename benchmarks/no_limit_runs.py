@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,13 @@ from earl_core.run.record import read_lines
 from earl_core.system.files import write_atomic
 from tools.harness import REPOSITORY
 from tools.memory_cap import MemoryCap
+from tools.process_tree import TIMEOUT_SECONDS, train_command
 
 CONFIG = REPOSITORY / "benchmarks" / "no_limit.yaml"
 LAST_ITERATIONS = 3
 """A run's final return is the mean of so many iterations."""
 
 _CUT = ("max_tokens", "max_turns", "model_context")
-_TIMEOUT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -171,9 +170,7 @@ def _run(
         *common,
         *arm.overrides,
     ]
-    command = [sys.executable, "-m", "flows.cli", "train", str(CONFIG), "--plain"]
-    for setting in settings:
-        command += ["--set", setting]
+    command = train_command(CONFIG, settings, "--plain")
     log = scratch / f"{name}.log"
     with MemoryCap(cap_bytes) as cap, log.open("wb") as output:
         process = subprocess.Popen(
@@ -185,7 +182,7 @@ def _run(
             start_new_session=True,
         )
         try:
-            code = process.wait(_TIMEOUT_SECONDS)
+            code = process.wait(TIMEOUT_SECONDS)
         finally:
             _end(process)
             cap.end_all()

@@ -21,13 +21,13 @@ from pathlib import Path
 from earl_core.deployment.stages import STAGES
 from tools.harness import REPOSITORY, Report, Row, interval, median, parser, publish
 from tools.iterations import IterationTime, read_iterations
-from tools.process_tree import MeasuredCommand
+from tools.process_tree import TIMEOUT_SECONDS
+from tools.process_tree import train as run_train
 
 MEASURED = range(3, 9)
 _ALTERNATIVE = (
     "import json; from benchmarks.overhead import alternative; print(json.dumps(alternative(4)))"
 )
-_TIMEOUT_SECONDS = 3600.0
 _QUICK = (
     "rollout.prompts_per_iteration=4",
     "evaluation.every=0",
@@ -65,16 +65,7 @@ def train(config: Path, overrides: list[str], scratch: Path) -> Path:
     settings = ["name=measured", f"runs_directory={scratch / 'runs'}", *overrides]
     if set(_QUICK) <= set(overrides):
         settings.append(f"model.path={scratch / 'model'}")  # built anew, hardly warmed up
-    command = [sys.executable, "-m", "flows.cli", "train", str(config), "--plain"]
-    command += ["--iterations", str(MEASURED[-1] + 1)]
-    for setting in settings:
-        command += ["--set", setting]
-    # A server that happens to run elsewhere would be another system under test.
-    environment = {"PREFECT_HOME": str(scratch / "prefect")}
-    with MeasuredCommand(
-        command, scratch / "train.log", directory=REPOSITORY, environment=environment
-    ) as trained:
-        trained.wait(_TIMEOUT_SECONDS)
+    run_train(config, [*settings, f"iterations={MEASURED[-1] + 1}"], scratch)
     return scratch / "runs" / "measured"
 
 
@@ -96,7 +87,7 @@ def time_alternative(scratch: Path) -> list[float]:
         env=environment,
         check=True,
         stdout=subprocess.PIPE,
-        timeout=_TIMEOUT_SECONDS,
+        timeout=TIMEOUT_SECONDS,
     )
     seconds: list[float] = json.loads(answer.stdout.splitlines()[-1])
     return seconds[1:]  # the first one warms up
@@ -175,11 +166,8 @@ def _row(what: str, seconds: list[float], shares: list[float]) -> Row:
 
 
 def _options() -> argparse.Namespace:
-    made = parser("The part of an iteration that is not spent in its stages.")
+    made = parser("The part of an iteration that is not spent in its stages.", overrides=True)
     made.add_argument("--config", type=Path, help="default: the recipe demo, unchanged")
-    made.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="change a setting"
-    )
     made.add_argument("--run", type=Path, help="read this run's directory instead of training")
     options = made.parse_args()
     if options.config is None:

@@ -5,25 +5,22 @@ python -m benchmarks.reshard [--quick] [--rounds N] [--json FILE] [--markdown FI
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import queue
 import shutil
 import socket
 import time
-import traceback
 from collections.abc import Callable
 from itertools import pairwise
-from multiprocessing.queues import Queue
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from earl_core.cluster.host import LOOPBACK, meeting_variables, rank_variables
 from earl_core.config.update import UpdateConfig
@@ -33,8 +30,10 @@ from earl_core.learner.parallel_model import ParallelModel, build_shell, paralle
 from earl_core.learner.state.checkpoint import read_training_state, write_training_state
 from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.learner.state.reshard import move_state
+from earl_core.system.memory import reset_peaks, resident_bytes, resident_peak_bytes
 from earl_core.tensors.slices import slices_like, slices_of
 from tools.harness import Report, Row, interval, median, parser, publish
+from tools.shapes import Shape
 
 RANKS = 2
 HOPS = {
@@ -65,20 +64,8 @@ def even_llama(size: ModelSize) -> LlamaForCausalLM:
     SmolLM2 has 9 and 3, also of 64 numbers, which two tensor ranks cannot share.
     """
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=size.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config)
+    shape = Shape("even", "llama", 576, 1536, size.layers, 8, 4, 64, size.vocabulary)
+    return LlamaForCausalLM(shape.config(2048))
 
 
 def connected(shape: StageDeployment) -> UpdateMesh:
@@ -96,32 +83,18 @@ def in_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers: Queue[tuple[int, Any, str]] = context.Queue()
-    children = [
-        context.Process(target=_run, args=(rank, ranks, port, function, arguments, answers))
-        for rank in range(ranks)
-    ]
-    for child in children:
-        child.start()
-    results: dict[int, Any] = {}
-    try:
-        while len(results) < ranks:
-            try:
-                rank, result, error = answers.get(timeout=5)
-            except queue.Empty:
-                if any(child.exitcode for child in children):
-                    raise RuntimeError("a rank was killed") from None
-                continue
-            if error:
-                raise RuntimeError(f"rank {rank} failed:\n{error}")
-            results[rank] = result
-    finally:
-        for child in children:
-            if len(results) < ranks:
-                child.kill()
-            child.join()
-    return [results[rank] for rank in range(ranks)]
+    answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    given = (ranks, port, function, arguments, answers)
+    world = torch.multiprocessing.spawn(_run, given, nprocs=ranks, join=False)  # type: ignore[no-untyped-call]
+    found: dict[int, Any] = {}
+    ended = False
+    while not ended:
+        ended = world.join(timeout=0.1)
+        # A rank that has much to say waits until it is read.
+        while not answers.empty():
+            rank, result = answers.get()
+            found[rank] = result
+    return [found[rank] for rank in range(ranks)]
 
 
 def _run(
@@ -130,28 +103,10 @@ def _run(
     port: int,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-    answers: Queue[tuple[int, Any, str]],
+    answers: Any,
 ) -> None:
     os.environ.update({**meeting_variables(LOOPBACK, port), **rank_variables(rank, [""] * ranks)})
-    try:
-        answers.put((rank, function(*arguments), ""))
-    except BaseException:
-        answers.put((rank, None, traceback.format_exc()))
-
-
-def resident_bytes(field: str) -> int:
-    """`VmRSS` or `VmHWM` of this process, its own memory and shared pages it has touched."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
-
-
-def forget_peak() -> None:
-    """Let `VmHWM` begin anew from what is resident now."""
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
+    answers.put((rank, function(*arguments)))
 
 
 class _Learner:
@@ -258,10 +213,11 @@ def _measure(size: ModelSize, rounds: int, scratch: str) -> list[dict[str, Any]]
 
 
 def _hop(learner: _Learner, start: str, end: str, copy: bool) -> dict[str, Any]:
-    resident = resident_bytes("VmRSS")
-    forget_peak()
+    own = os.getpid()
+    resident, _ = resident_bytes(own)
+    reset_peaks([own])
     seconds, moved = _timed(lambda: learner.live(HOPS[end]))
-    extra = resident_bytes("VmHWM") - max(resident, resident_bytes("VmRSS"))
+    extra = resident_peak_bytes([own]) - max(resident, resident_bytes(own)[0])
     row = {"hop": f"{start} → {end}", "seconds": seconds, "resident": extra, **moved}
     if copy:
         source = torch.empty(learner.held_bytes(), dtype=torch.uint8).fill_(1)

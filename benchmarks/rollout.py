@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from tools.harness import (
     REPOSITORY,
     Report,
+    build_model,
     config_here,
     interval,
     median,
@@ -145,12 +145,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -250,6 +245,7 @@ def main() -> None:
     options = _options()
     report = Report("rollout", "Agent loop against raw vLLM and the torch engine")
     config = config_here(options.config, options.set)
+    build_model(config)
     names = [OURS, *RAW]
     names += [] if options.no_adapter else [ADAPTER]
     names += [] if options.no_torch else [TORCH]
@@ -275,11 +271,10 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    made = parser("The agent loop's tokens/s against raw vLLM and the torch engine.")
-    made.add_argument("--config", type=Path, default=Path("earl_core/recipes/demo.yaml"))
-    made.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="change a setting"
+    made = parser(
+        "The agent loop's tokens/s against raw vLLM and the torch engine.", overrides=True
     )
+    made.add_argument("--config", type=Path, default=Path("earl_core/recipes/demo.yaml"))
     made.add_argument("--games", type=int, help="games per repetition; default 64, quick 16")
     made.add_argument("--torch-games", type=int, help="default: as many as --games")
     made.add_argument("--repetitions", type=int, help="default 7, quick 2")

@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,13 +108,36 @@ def _first_version(config: RunConfig, scratch: Path) -> WeightsManifest:
     return publish_unchanged(model.model_copy(update={"path": str(directory)}), scratch, 0)
 
 
-class _Raw:
+class _Raw(ABC):
+    """vLLM alone, in one of its process arrangements."""
+
     def __init__(self, config: RunConfig, directory: Path, scratch: Path) -> None:
         self._rollout = config.rollout
         self._directory = directory
         self._scratch = scratch
         self._names = itertools.count()
+        self._temperature = config.rollout.temperature
         self._engine: Any = None
+
+    async def measure(self, command: dict[str, Any]) -> dict[str, Any]:
+        recording = Recording.from_json(command["recording"])
+        await self.empty_cache()
+        started = time.perf_counter()
+        generated = await self.replay(recording)
+        seconds = time.perf_counter() - started
+        if generated != recording.generated_tokens:
+            raise RuntimeError(
+                f"vLLM generated {generated} tokens where {recording.generated_tokens} were asked"
+            )
+        return {"seconds": seconds}
+
+    @abstractmethod
+    async def empty_cache(self) -> None:
+        """Forget all prefixes."""
+
+    @abstractmethod
+    async def replay(self, recording: Recording) -> int:
+        """Play all episodes side by side; the number of sampled tokens."""
 
     def _arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's `EngineArgs`; sets the environment that its processes read."""
@@ -132,13 +156,13 @@ class _Raw:
             **vllm_environment.platform_arguments(self._rollout.vllm, running),
         }
 
-    def _parameters(self, tokens: int, temperature: float) -> Any:
+    def _parameters(self, tokens: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
             max_tokens=tokens,
-            temperature=temperature,
+            temperature=self._temperature,
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
@@ -161,22 +185,17 @@ class SeparateProcess(_Raw):
         )
 
     async def empty_cache(self) -> None:
-        """Forget all prefixes."""
         await self._engine.reset_prefix_cache()
 
-    async def replay(self, recording: Recording, temperature: float) -> int:
-        """Play all episodes side by side; the number of sampled tokens."""
-        counts = await asyncio.gather(
-            *(self._episode(turns, temperature) for turns in recording.episodes)
-        )
-        return sum(counts)
+    async def replay(self, recording: Recording) -> int:
+        return sum(await asyncio.gather(*map(self._episode, recording.episodes)))
 
-    async def _episode(self, turns: list[tuple[list[int], int]], temperature: float) -> int:
+    async def _episode(self, turns: list[tuple[list[int], int]]) -> int:
         generated = 0
         for prompt, count in turns:
             answers = self._engine.generate(
                 {"prompt_token_ids": prompt},
-                self._parameters(count, temperature),
+                self._parameters(count),
                 request_id=str(next(self._names)),
             )
             async for answer in answers:
@@ -210,18 +229,16 @@ class InProcess(_Raw):
         )
 
     async def empty_cache(self) -> None:
-        """Forget all prefixes."""
         self._engine.reset_prefix_cache()
 
-    async def replay(self, recording: Recording, temperature: float) -> int:
-        """Play all episodes side by side; the number of sampled tokens."""
+    async def replay(self, recording: Recording) -> int:
         left: dict[str, list[tuple[list[int], int]]] = {}
 
         def ask(turns: list[tuple[list[int], int]]) -> None:
             (prompt, count), rest = turns[0], turns[1:]
             name = str(next(self._names))
             left[name] = rest
-            parameters = self._parameters(count, temperature)
+            parameters = self._parameters(count)
             self._engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
 
         for turns in recording.episodes:
@@ -242,32 +259,6 @@ class InProcess(_Raw):
             engine.engine_core.shutdown()
 
 
-class Raw:
-    """vLLM alone, in one of its process arrangements."""
-
-    def __init__(self, config: RunConfig, engine: SeparateProcess | InProcess) -> None:
-        self._engine = engine
-        self._temperature = config.rollout.temperature
-
-    async def start(self) -> None:
-        await self._engine.start()
-
-    async def measure(self, command: dict[str, Any]) -> dict[str, Any]:
-        recording = Recording.from_json(command["recording"])
-        await self._engine.empty_cache()
-        started = time.perf_counter()
-        generated = await self._engine.replay(recording, self._temperature)
-        seconds = time.perf_counter() - started
-        if generated != recording.generated_tokens:
-            raise RuntimeError(
-                f"vLLM generated {generated} tokens where {recording.generated_tokens} were asked"
-            )
-        return {"seconds": seconds}
-
-    async def stop(self) -> None:
-        await self._engine.stop()
-
-
 def side(name: str, config: RunConfig, scratch: Path) -> Side:
     """The side of that name, not started."""
     if name == "earl-vllm":
@@ -278,11 +269,8 @@ def side(name: str, config: RunConfig, scratch: Path) -> Side:
     if name == "earl-torch":
         rollout = config.rollout.model_copy(update={"engine": "torch"})
         return Earl(config.model_copy(update={"rollout": rollout}), scratch)
-    kinds: dict[str, type[SeparateProcess | InProcess]] = {
-        "raw-separate": SeparateProcess,
-        "raw-in-process": InProcess,
-    }
-    return Raw(config, kinds[name](config, model_directory(config.model), scratch))
+    kinds = {"raw-separate": SeparateProcess, "raw-in-process": InProcess}
+    return kinds[name](config, model_directory(config.model), scratch)
 
 
 async def serve(made: Side, answers: int) -> None:

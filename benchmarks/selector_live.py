@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.selector_live_replay import (
@@ -100,9 +101,9 @@ def report(table: LiveTable, iterations: int = ITERATIONS) -> Report:
     made.rows = [row(cell) for cell in table.cells if not cell.alias]
     compared = [compare(table, run) for run in growths(table, iterations)]
     excesses = [each.excess(LIVE.name) for each in compared]
-    made.headline["live_regret"] = sum(excesses) / len(excesses)
+    made.headline["live_regret"] = fmean(excesses)
     made.headline["live_regret_worst_run"] = max(excesses)
-    made.headline["noise_floor"] = mean([each.regret(each.floor.total) for each in compared])
+    made.headline["noise_floor"] = fmean([each.regret(each.floor.total) for each in compared])
     best = [each.fixed[0][0] / each.policies[LIVE.name].total - 1 for each in compared]
     made.headline["live_ahead_of_best_fixed_worst_run"] = min(best)
     made.headline["live_ahead_of_best_fixed_of_all_runs"] = ahead_of_all(compared)
@@ -147,11 +148,6 @@ def ahead_of_all(compared: Sequence[Compared]) -> float:
         live = sum(each.policies[LIVE.name].total for each in of_engine)
         found.append(min(whole_runs) / live - 1)
     return min(found)
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean."""
-    return sum(values) / len(values)
 
 
 def _method(table: LiveTable, iterations: int) -> list[str]:
@@ -221,7 +217,7 @@ def _means(compared: Sequence[Compared]) -> list[str]:
     for name in compared[0].policies:
         found = [each.policies.get(name) for each in compared]
         pairs = [(e, course) for e, course in zip(compared, found, strict=True) if course]
-        over = mean([each.excess(name) for each, _ in pairs])
+        over = fmean([each.excess(name) for each, _ in pairs])
         notes.append(f"{name}: on average {percent(over)} over the noise floor.")
     return notes
 

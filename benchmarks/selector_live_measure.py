@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, together
+from benchmarks.selector_live_table import Cell, LiveTable, Switch, in_turns, update_cells
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.control.hardware import read_hardware
@@ -28,6 +29,7 @@ from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.record import write_record
 from earl_core.selector.profile_planner import generated_tokens
 from earl_core.system.hardware import HostResources
+from tools.shapes import Shape
 
 VOCABULARY = 2048
 _DEADLINE = 600.0
@@ -86,20 +88,9 @@ def save_model(directory: Path, positions: int) -> Path:
     """A small random Llama whose heads two tensor ranks can share."""
     torch.manual_seed(0)
     tokenizer = character_tokenizer("0123456789")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    config = Shape("live", "llama", 256, 768, 4, 4, 2, 64, VOCABULARY).config(positions)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -300,7 +291,11 @@ def measure_update(bench: Bench, table: LiveTable) -> None:
     try:
         for context, counts in sizes.loads:
             for samples in counts:
-                table.cells += _update_cells(bench, learner, layouts, context, samples)
+                step = partial(learner.step, context=context, samples=samples)
+                cells = update_cells(layouts, context, samples, step, sizes.repetitions)
+                table.cells += cells
+                own = [cell for cell in cells if not cell.alias]
+                bench.note(_line(f"update {context} x {samples}", own))
     finally:
         group.stop(_GRACE_SECONDS)
 
@@ -320,29 +315,6 @@ class Learner:
             self._table.reshards.append(time.perf_counter() - began)
         found = call(self._group, "update", "measure", context=context, samples=samples)
         return found["tokens_per_second"], found["peak_bytes"]
-
-
-def _update_cells(
-    bench: Bench, learner: Learner, layouts: Sequence[StageDeployment], context: int, samples: int
-) -> list[Cell]:
-    first: dict[tuple[int, bool], StageDeployment] = {}
-    for layout in layouts:
-        first.setdefault(
-            (together(layout, context, samples), layout.activation_checkpointing), layout
-        )
-    found = in_turns(
-        {
-            layout: lambda layout=layout: learner.step(layout, context, samples)
-            for layout in first.values()
-        },
-        bench.sizes.repetitions,
-    )
-    cells = []
-    for layout in layouts:
-        same = first[together(layout, context, samples), layout.activation_checkpointing]
-        cells.append(Cell("", layout, context, samples, *found[same], alias=same != layout))
-    bench.note(_line(f"update {context} x {samples}", [c for c in cells if not c.alias]))
-    return cells
 
 
 def _line(where: str, cells: Sequence[Cell]) -> str:

@@ -8,8 +8,9 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,6 +154,28 @@ def in_turns(
             sets[layout][turn % 2].append(found[0])
             peaks[layout] = max(peaks[layout], found[1])
     return {k: (tuple(a), tuple(b), peaks[k]) for k, (a, b) in sets.items()}
+
+
+def update_cells(
+    layouts: Iterable[StageDeployment],
+    context: int,
+    samples: int,
+    work: Callable[[StageDeployment], tuple[float, float] | None],
+    repetitions: int,
+    until: float = math.inf,
+) -> list[Cell]:
+    """The update's cells; layouts that cut the samples alike are measured once."""
+    first: dict[StageDeployment, StageDeployment] = {}
+    same = {}
+    for layout in layouts:
+        cut = layout._replace(max_tokens_per_microbatch=together(layout, context, samples))
+        same[layout] = first.setdefault(cut, layout)
+    measured = {layout: partial(work, layout) for layout in first.values()}
+    found = in_turns(measured, repetitions, until)
+    return [
+        Cell("", layout, context, samples, *found[other], alias=other != layout)
+        for layout, other in same.items()
+    ]
 
 
 def together(layout: StageDeployment, context: int, samples: int) -> int:

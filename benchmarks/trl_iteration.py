@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +148,21 @@ def grpo_arguments(settings: dict[str, Any], output: Path) -> GRPOConfig:
     )
 
 
-def trainer_of(settings: dict[str, Any], output: Path) -> GRPOTrainer:
-    """The trainer with the settings of the comparison."""
+def tokenizer_of(settings: dict[str, Any]) -> Any:
+    """The model's tokenizer, which pads."""
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    chat = ChatTokenizer(tokenizer, settings["answer_prefix"], ())
-    recorder = Recorder(Path(settings["results"]))
+    return tokenizer
+
+
+def trainer_of(
+    settings: dict[str, Any],
+    output: Path,
+    tokenizer: Any,
+    rollout: Callable[..., dict[str, Any]],
+    callback: TrainerCallback,
+) -> GRPOTrainer:
+    """The trainer with the settings of the comparison."""
     rows = [
         [{"role": "user", "content": str(prompt)}]
         for prompt in range(settings["prompts"] * settings["iterations"])
@@ -164,15 +174,19 @@ def trainer_of(settings: dict[str, Any], output: Path) -> GRPOTrainer:
         args=grpo_arguments(settings, output),
         train_dataset=Dataset.from_dict({"prompt": rows}),
         processing_class=tokenizer,
-        callbacks=[recorder],
-        rollout_func=Rollout(settings, chat, recorder),
+        callbacks=[callback],
+        rollout_func=rollout,
     )
 
 
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(settings["threads"])
-    trainer_of(settings, Path(sys.argv[1]).parent / "trl-output").train()
+    tokenizer, recorder = tokenizer_of(settings), Recorder(Path(settings["results"]))
+    chat = ChatTokenizer(tokenizer, settings["answer_prefix"], ())
+    rollout = Rollout(settings, chat, recorder)
+    output = Path(sys.argv[1]).parent / "trl-output"
+    trainer_of(settings, output, tokenizer, rollout, recorder).train()
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from benchmarks.trl_iteration import game_reward, grpo_arguments
+from benchmarks.trl_iteration import tokenizer_of, trainer_of
 from benchmarks.update_episodes import RecordedEpisode, workload
 from benchmarks.update_side import limit_memory
 from earl_core.learner import memory
@@ -85,20 +84,10 @@ def main() -> None:
         "gradient_checkpointing": settings["activation_checkpointing"],
         "use_vllm": False,
     }
-    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     meter = Meter()
-    rows = [[{"role": "user", "content": str(number)}] for number in range(groups * steps)]
     with tempfile.TemporaryDirectory(prefix="trl-update-") as output:
-        trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
-            reward_funcs=game_reward,
-            args=grpo_arguments(arguments, Path(output)),
-            train_dataset=Dataset.from_dict({"prompt": rows}),
-            processing_class=tokenizer,
-            callbacks=[meter],
-            rollout_func=Recorded(settings),
-        )
+        tokenizer, recorded = tokenizer_of(settings), Recorded(settings)
+        trainer = trainer_of(arguments, Path(output), tokenizer, recorded, meter)
         make_batch = trainer._generate_and_score_completions
 
         def timed(inputs: Any) -> Any:

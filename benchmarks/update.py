@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.iteration_sides import trl_python
+from benchmarks.iteration_sides import shared_settings, trl_python
 from benchmarks.update_cases import (
     ADAPTER,
     ADAPTER_RANK,
@@ -43,11 +43,9 @@ from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
 from earl_core.control.precision import decide
 from tools.harness import REPOSITORY, Report, Row, interval, median, parser, publish
-from tools.process_tree import CommandFailed
+from tools.process_tree import TIMEOUT_SECONDS, CommandFailed
 
-_TIMEOUT_SECONDS = 3600.0
 _MEMORY_SHARE = 0.85
-_SHOWN_CHARACTERS = 200
 
 
 # A machine without a GPU takes half an hour for the case; it says nothing that 4k does not.
@@ -78,28 +76,23 @@ class Runner:
         python = str(trl_python(False)) if side == TRL else sys.executable
         log = stem.with_suffix(".log")
         with log.open("wb") as stream:
-            process = subprocess.Popen(
+            done = subprocess.run(
                 [python, "-m", module, str(stem.with_suffix(".json"))],
                 cwd=REPOSITORY,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
+                timeout=TIMEOUT_SECONDS,
             )
-            try:
-                code = process.wait(_TIMEOUT_SECONDS)
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
-        if code:
+        if done.returncode:
             raise CommandFailed(log.read_text(encoding="utf-8", errors="replace")[-4000:])
         found = json.loads(Path(settings["results"]).read_text(encoding="utf-8"))
         return found["updates"], found["norm"]
 
     def _settings(self, case: Case, side: str, device_batch: int) -> dict[str, Any]:
-        update = self._config.update
         long = case.tokens is not None
         return {
+            **shared_settings(self._config),
             "config": str(self._file),
             "overrides": [
                 f"update.precision={case.precision}",
@@ -111,10 +104,9 @@ class Runner:
             "skips": side == SKIP,
             "estimator": case.estimator,
             "compile": side == COMPILED,
-            "model": self._config.model.path,
             "precision": case.precision,
             "activation_checkpointing": long,
-            "max_tokens_per_microbatch": update.max_tokens_per_microbatch,
+            "max_tokens_per_microbatch": self._config.update.max_tokens_per_microbatch,
             "tokens": case.tokens,
             "count": case.count,
             "group_size": case.group_size,
@@ -122,14 +114,6 @@ class Runner:
             "device_batch": device_batch,
             "threads": self._threads,
             "memory_bytes": self._memory_bytes,
-            "temperature": self._config.rollout.temperature,
-            "learning_rate": update.learning_rate,
-            "beta1": update.beta1,
-            "beta2": update.beta2,
-            "epsilon": update.epsilon,
-            "weight_decay": update.weight_decay,
-            "max_grad_norm": update.max_grad_norm,
-            "seed": self._config.seed,
         }
 
 
@@ -186,7 +170,7 @@ def measure(case: Case, runner: Runner, report: Report) -> Measured:
             except CommandFailed as failure:
                 if side == case.first:
                     raise
-                report.notes.append(f"{case.title}: {SIDES[side]} failed: {_reason(failure)}")
+                report.notes.append(f"{case.title}: {SIDES[side]} failed: {failure.reason}")
                 left.remove(side)
                 continue
             rounds[side].append(updates)
@@ -214,7 +198,7 @@ def _best_batch(case: Case, runner: Runner, report: Report) -> int:
             updates, _ = runner.run(replace(case, updates=1), TRL, size)
         except CommandFailed as failure:
             report.notes.append(
-                f"{case.title}: TRL with {size} rows at a time failed: {_reason(failure)}"
+                f"{case.title}: TRL with {size} rows at a time failed: {failure.reason}"
             )
             continue
         tried.append((_seconds(updates), size))
@@ -226,13 +210,6 @@ def _check_norms(case: Case, norms: dict[str, float]) -> None:
     tolerance = 0.05 if case.precision == "bf16" else 1e-3
     if norms and max(norms.values()) > (1 + tolerance) * min(norms.values()):
         raise RuntimeError(f"{case.title}: the sides' gradient norms differ: {norms}")
-
-
-def _reason(failure: CommandFailed) -> str:
-    """The line that says most: the last error of the log."""
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line] or lines or ["killed, without a message"]
-    return named[-1][:_SHOWN_CHARACTERS]
 
 
 _SKIPPED = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -57,17 +57,17 @@ _DTYPES = {
 
 def read_episodes(file: Path = EPISODES) -> list[RecordedEpisode]:
     """All recorded episodes, in their order."""
-    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
-    return [
-        RecordedEpisode(
-            episode_id=row["episode_id"],
-            group_id=row["group_id"],
-            turn_starts=tuple(row["turn_starts"]),
-            reward=row["reward"],
-            **{name: np.array(row[name], dtype=dtype) for name, dtype in _DTYPES.items()},
-        )
-        for row in rows
-    ]
+    return [_episode(row) for row in pyarrow.parquet.read_table(file).to_pylist()]
+
+
+def _episode(row: Mapping[str, Any]) -> RecordedEpisode:
+    return RecordedEpisode(
+        episode_id=row["episode_id"],
+        group_id=row["group_id"],
+        turn_starts=tuple(row["turn_starts"]),
+        reward=row["reward"],
+        **{name: np.array(row[name], dtype=dtype) for name, dtype in _DTYPES.items()},
+    )
 
 
 def conversations(
@@ -113,8 +113,7 @@ def kept_episodes(file: Path) -> list[RecordedEpisode]:
 
     advantages: each episode's reward less the mean of its group, on its trained tokens.
     """
-    table = pyarrow.parquet.read_table(file)
-    rows: list[dict[str, Any]] = table.to_pylist()
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
     groups: dict[int, list[float]] = {}
     for row in rows:
         groups.setdefault(row["group_id"], []).append(row["reward"])
@@ -123,18 +122,7 @@ def kept_episodes(file: Path) -> list[RecordedEpisode]:
         mask = np.array(row["loss_mask"], np.uint8)
         rewards = groups[row["group_id"]]
         advantages = np.float32(row["reward"] - sum(rewards) / len(rewards)) * mask
-        made.append(
-            RecordedEpisode(
-                episode_id=row["episode_id"],
-                group_id=row["group_id"],
-                turn_starts=tuple(row["turn_starts"]),
-                reward=row["reward"],
-                tokens=np.array(row["tokens"], np.int32),
-                loss_mask=mask,
-                rollout_logprobs=np.array(row["rollout_logprobs"], np.float32),
-                advantages=advantages,
-            )
-        )
+        made.append(_episode({**row, "advantages": advantages}))
     return made
 
 

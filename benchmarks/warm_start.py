@@ -23,6 +23,7 @@ from typing import Any
 from earl_core.environments.games.tic_tac_toe import RULES
 from earl_core.environments.registry import create
 from tools.harness import REPOSITORY, Report, Row, parser, publish
+from tools.process_tree import train_command
 
 RECIPE = "tictactoe_tiny"
 WINS = 0.7
@@ -93,9 +94,7 @@ def measured(seed: int, scratch: Path, options: argparse.Namespace) -> list[Row]
 def trained(name: str, overrides: list[str], first: int) -> tuple[Row, int]:
     """Train until an evaluation after iteration `first` has enough wins; what the evaluation at
     `first` said, and the iterations that it took from there."""
-    command = [sys.executable, "-m", "flows.cli", "train", RECIPE, "--name", name, "--json"]
-    for each in overrides:
-        command += ["--set", each]
+    command = train_command(RECIPE, [f"name={name}", *overrides], "--json")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     begun: Row = {}
     last, reached = first, False

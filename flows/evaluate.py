@@ -17,8 +17,7 @@ from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_tree
 from earl_core.system.plural import plural
 from flows.flow_names import evaluate_name
-from flows.forms import AtLeastOne, Checkpoint, RunPath, Unset, titled
-from flows.overrides import Overrides
+from flows.forms import AtLeastOne, Checkpoint, Overrides, RunPath, Unset, titled
 from flows.running import HOOKS, heard, recorded
 from tasks.report import artifact_name
 

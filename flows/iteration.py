@@ -23,13 +23,14 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import ConfigError
+from earl_core.control.engine_turns import LeftAhead
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.deployment.stages import in_wave
 from earl_core.dispatch import Manifest
 from flows.flow_names import iteration_name
 from flows.forms import RunPath, titled
-from flows.overlap import BEGUN, END, LeftAhead, overlap_of
+from flows.overlap import BEGUN, END, overlap_of
 from flows.running import HOOKS, controller_on, finished_text, hosts_changed, recorded, rename
 from flows.stage_graph import Result, StageGraph, Work
 from tasks.report import finish_iteration, publish_artifacts

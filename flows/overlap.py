@@ -1,17 +1,20 @@
 """Iterations that run side by side, and what each stage of them waits for.
 
 With `schedule.staleness` s an iteration may begin once iteration k - 1 - s has ended; its rollout
-follows that of iteration k - 1 on the engines, its training follows the publication of iteration
+follows that of iteration k - 1 on each engine, its training follows the publication of iteration
 k - 1. `train` begins the iterations in order, each as a flow run of its own.
 
 | of iteration k | begins when |
 |---|---|
 | select | iteration k - 1 - s has ended, and iteration k - 1 has a plan |
-| rollout | rollout k - 1 is sealed, and the version that it plays is evaluated, if that is due |
+| rollout | an engine has nothing more to play of rollout k - 1 |
 | reward, advantage | their inputs are sealed |
 | reference, update | iteration k - 1 is published |
 | publish | iteration k - 1 has ended |
 | the end: metrics, STABLE, release of shards | iteration k - 1 has ended |
+
+Rollout k - 1 is sealed first where the prompts follow from its seal (mixtures, waves of prompts),
+where the version to play is to be evaluated, and where engines change.
 """
 
 from __future__ import annotations
@@ -21,31 +24,33 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from earl_core.control.engine_turns import LeftAhead
 from earl_core.deployment.stages import ROLES, ROWS, Stage
-from earl_core.system.errors import EarlError
 from flows.running import log
 
-BEGUN, PLAYED, END = "begun", "rollout", "end"
-"""Points of an iteration: its flow run runs; no engine works for it any more; all of it is
-done."""
-
-
-class LeftAhead(EarlError):
-    """An iteration that ran ahead ends because an earlier one failed."""
+BEGUN, LEFT, PLAYED, END = "begun", "left", "rollout", "end"
+"""Points of an iteration: its flow run runs; an engine has nothing more to play for it; none works
+for it any more; all of it is done."""
 
 
 class Overlap:
     """The points that the iterations of one `train` have passed. All of it is on one event loop.
 
     staleness: the run's, at least 1. first: the iteration that it begins with; those before have
-    ended. evaluate: evaluates a policy version if that is due; done before the first rollout that
-    is played with it.
+    ended. apart: tells whether no engine may begin an iteration's rollout before all have ended the
+    one before. evaluate: evaluates the version that an iteration's rollout plays, if that is due
+    before it.
     """
 
     def __init__(
-        self, staleness: int, first: int, evaluate: Callable[[int], Awaitable[object]]
+        self,
+        staleness: int,
+        first: int,
+        apart: Callable[[int], bool],
+        evaluate: Callable[[int], Awaitable[object]],
     ) -> None:
-        self._staleness, self._first, self._evaluate = staleness, first, evaluate
+        self._staleness, self._first = staleness, first
+        self._apart, self._evaluate = apart, evaluate
         self._passed: set[tuple[int, str]] = set()
         self._stopped = ""
         self._changed = asyncio.Condition()
@@ -59,7 +64,8 @@ class Overlap:
             await self._reached(iteration - 1 - self._staleness, END)
             await self._reached(iteration - 1, stage.name)
         elif stage.role == "rollout" or stage.name in ROWS:
-            await self._reached(iteration - 1, PLAYED)
+            apart = await asyncio.to_thread(self._apart, iteration)
+            await self._reached(iteration - 1, PLAYED if apart else LEFT)
             await self._evaluate(iteration)
         elif ROLES[stage.role].placed:
             await self._reached(iteration - 1, "publish")
@@ -83,6 +89,9 @@ class Overlap:
             point = PLAYED if point.name in ROWS else point.name
         async with self._changed:
             self._passed.add((iteration, point))
+            if point == PLAYED:
+                # One that was sealed before.
+                self._passed.add((iteration, LEFT))
             self._changed.notify_all()
 
     async def stop(self, why: str) -> None:

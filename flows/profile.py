@@ -14,8 +14,7 @@ from earl_core.config import RunConfig, check_references
 from earl_core.selector.profile.profile_table import table_path
 from earl_core.selector.profile_planner import Point
 from flows.flow_names import profile_name
-from flows.forms import Config, Unset, titled
-from flows.overrides import Overrides
+from flows.forms import Config, Overrides, Unset, titled
 from flows.running import HOOKS, configured, heard, recorded
 from tasks.measure import Profiler, describe, measure, open_profiler
 from tasks.reports.plan_report import markdown_table

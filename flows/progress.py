@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tasks.reports.lines import signed
@@ -114,21 +113,3 @@ class Pace:
                 return ""
             self._told = now
             return f"still {self._doing} ({now - self._since:.0f} s)"
-
-
-@contextmanager
-def ticking(tell: Callable[[], None], seconds: float = 1.0) -> Iterator[None]:
-    """Call `tell` every so often from a thread, until the block ends."""
-    ended = threading.Event()
-
-    def tick() -> None:
-        while not ended.wait(seconds):
-            tell()
-
-    thread = threading.Thread(target=tick, name="earl-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()

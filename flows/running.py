@@ -31,6 +31,7 @@ from earl_core.control.run_controller import (
     find_controller,
     open_controller,
 )
+from earl_core.models.progress import ticking
 from earl_core.run.lock import is_locked
 from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, redact_error
@@ -39,7 +40,7 @@ from flows import flow_ledger
 from flows.failure import failed, log_sentences
 from flows.flow_ledger import Note
 from flows.forms import try_to_renew_runs
-from flows.progress import Pace, preparation, ticking
+from flows.progress import Pace, preparation
 from flows.reaper import keep_reconciled
 from flows.run_queue import wait_for, waits
 from flows.server_access import Access

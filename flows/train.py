@@ -14,13 +14,14 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.control.engine_turns import EngineTurns
+from earl_core.control.prompt_waves import follows_seal
 from earl_core.control.resume_point import StateLost, resume_point
 from earl_core.control.run_controller import HostsChanged, RunController
 from flows.flow_names import train_name
-from flows.forms import AtLeastOne, Config, Unset, titled
+from flows.forms import AtLeastOne, Config, Overrides, Unset, titled
 from flows.iteration import PrefectRunner, iteration
-from flows.overlap import Overlap, overlapping
-from flows.overrides import Overrides
+from flows.overlap import LEFT, Overlap, overlapping
 from flows.running import HOOKS, configured, heard, log, opened, recorded, stopping
 from flows.stage_graph import StageGraph
 from tasks.result_security import forget_results
@@ -126,7 +127,7 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
         if controller.next_iteration() == settings.iterations:
             last = settings.iterations
             # Those that no rollout has played, as well.
-            for version in range(max(1, last - settings.schedule.staleness), last + 1):
+            for version in range(controller.run.versions.played(last - 1) + 1, last + 1):
                 await _evaluate_if_due(controller, version)
         pages.changed()
         await pages.settle()
@@ -149,7 +150,13 @@ async def _side_by_side(controller: RunController, number: int, pages: TrainPage
     what these have sealed stays.
     """
     settings, run = controller.config, controller.run.path
-    overlap = Overlap(settings.schedule.staleness, number, partial(_evaluate_played, controller))
+    asked = partial(_apart, controller), partial(_evaluate_played, controller)
+    overlap, loop = Overlap(settings.schedule.staleness, number, *asked), asyncio.get_running_loop()
+
+    def left(k: int) -> None:
+        asyncio.run_coroutine_threadsafe(overlap.passed(k, LEFT), loop)
+
+    controller.turns = EngineTurns(left)
     open_: deque[asyncio.Task[dict[str, Any]]] = deque()
 
     async def oldest_ended() -> None:
@@ -160,6 +167,9 @@ async def _side_by_side(controller: RunController, number: int, pages: TrainPage
     with overlapping(run, overlap):
         try:
             for k in range(number, settings.iterations):
+                if k > number and await asyncio.to_thread(controller.grows_after, k - 1):
+                    # Those that run ahead end first; then the run is opened again.
+                    break
                 open_.append(asyncio.create_task(_child(str(run), k)))
                 begun = asyncio.create_task(overlap.begun(k))
                 await asyncio.wait({begun, open_[-1]}, return_when=asyncio.FIRST_COMPLETED)
@@ -171,6 +181,7 @@ async def _side_by_side(controller: RunController, number: int, pages: TrainPage
         finally:
             if open_:
                 await overlap.stop("an earlier iteration failed")
+                controller.turns.stop("an earlier iteration failed")
                 # Whoever plays is cut off.
                 await asyncio.to_thread(controller.groups.retire, "rollout", 0)
                 await asyncio.gather(*open_, return_exceptions=True)
@@ -188,8 +199,28 @@ def _tell(number: int, done: dict[str, Any], pages: TrainPages) -> None:
 async def _evaluate_played(controller: RunController, number: int) -> bool:
     """Evaluate the version that the iteration's rollout plays, if it is the first to play it and
     the configuration asks for it; whether it does."""
-    version = number - controller.config.schedule.staleness
-    return (number == 0 or version > 0) and await _evaluate_if_due(controller, max(0, version))
+    played = controller.run.versions.played(number)
+    return _is_first(controller, number) and await _evaluate_if_due(controller, played)
+
+
+def _is_first(controller: RunController, number: int) -> bool:
+    """Tell whether the iteration's rollout is the first to play its version."""
+    played = controller.run.versions.played
+    return number == 0 or played(number) > played(number - 1)
+
+
+def _apart(controller: RunController, number: int) -> bool:
+    """Tell whether the engines take the iteration's rollout up only when all have ended the one
+    before: because its prompts follow from that one's seal, to evaluate its version first, or to
+    change."""
+    config, run = controller.config, controller.run
+    if follows_seal(run, number):
+        return True
+    if _is_first(controller, number) and config.evaluates(run.versions.played(number)):
+        return True
+    plans = run.plan(number), run.plan(number - 1)
+    engines = [plan and plan.stages.get("rollout") for plan in plans]
+    return engines[0] != engines[1]
 
 
 def overlaps(settings: RunConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The advantage stage: per-token advantages from the episodes' rewards."""
+"""The advantage stage: an advantage for each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out evaluation of one policy version, as a step of `train`."""
+"""The evaluation stage: held-out episodes."""
 
 from __future__ import annotations
 

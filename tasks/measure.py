@@ -40,9 +40,9 @@ from earl_core.selector.profile.profile_table import (
 )
 from earl_core.selector.profile_planner import START_SECONDS, PlaceKey, Point, grid_of, next_point
 from earl_core.system.errors import Cancelled, InUse
+from earl_core.system.hardware import processor_name
 from earl_core.system.import_path import installed
 from earl_core.system.memory import memory_in_use
-from earl_core.system.processor import processor_name
 
 logger = logging.getLogger(__name__)
 

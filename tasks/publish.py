@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from prefect import task
@@ -9,13 +10,20 @@ from prefect import task
 from earl_core.control.learner import publish_weights
 from earl_core.control.resume_point import StateLost
 from earl_core.control.run_controller import RunController, controller_of
-from earl_core.control.stage_execution import StageWatch, key_of, surviving, weights_exist
+from earl_core.control.stage_execution import (
+    StageWatch,
+    key_of,
+    surviving,
+    weights_exist,
+)
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.run.policy_versions import carried
 from earl_core.run.saved_versions import saved
 from earl_core.weights.manifest import WeightsManifest
 from tasks.stage import StageRef, plan_of, run_stage
+
+logger = logging.getLogger(__name__)
 
 
 @task(name="publish")
@@ -60,8 +68,7 @@ def input_weights(
     if version < versions.before(iteration) and controller.learners["update"].version != version:
         raise StateLost(
             f"policy version {version}, which iteration {iteration} plays, is neither in shared "
-            "memory nor saved: resume the run, which repeats what is missing; where "
-            "schedule.staleness was raised since, set it back"
+            "memory nor saved: resume the run, which repeats what is missing"
         )
     with (
         surviving(controller, iteration, stage),

@@ -1,4 +1,4 @@
-"""The reference stage: log-probs of the episodes under the frozen initial policy."""
+"""The reference stage: log-probs of the samples under the frozen initial policy."""
 
 from __future__ import annotations
 

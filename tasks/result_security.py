@@ -149,11 +149,7 @@ _first_owners: dict[int, set[int]] = {}
 def check_listener(url: str) -> None:
     """Raise `EarlError` where other users listen at a plain loopback address than at first."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "ws") or parts.hostname not in (
-        "127.0.0.1",
-        "localhost",
-        "::1",
-    ):
+    if parts.scheme not in ("http", "ws") or parts.hostname not in _LOOPBACK:
         return
     port = parts.port or 80
     owners = owners_of(port)

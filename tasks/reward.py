@@ -1,4 +1,4 @@
-"""The reward stage: one reward per episode."""
+"""The reward stage: one reward for each episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout stage: episodes played by the engines, sealed as shards."""
+"""The rollout stage: the episodes of an iteration."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def rollout(given: StageInputs) -> dict[str, Any]:
     watch = StageWatch(controller, plan["rollout"], iteration)
     with watch.fitting():
         result = play_rollout(controller, plan["rollout"], iteration, weights, given.name, wave)
+    if text := controller.config.mismatch_watch.warning(result["metrics"], iteration):
+        logger.warning("%s", text)
     metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("rollout")}
     metrics.update({f"load/{name}": value for name, value in result["statistics"].items()})
     outputs = {} if metrics["replicas_lost"] else watch.measured(metrics)

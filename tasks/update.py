@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from earl_core.algorithms.importance import too_small
 from earl_core.control.learner import call_learner, ensure_learner
 from earl_core.control.run_controller import RunController
-from earl_core.control.stage_execution import StageWatch, training_load
+from earl_core.control.stage_execution import (
+    StageWatch,
+    training_load,
+)
 from earl_core.deployment.stages import rows_of
 from earl_core.run.policy_versions import MADE
+from earl_core.weights.probe import PREFIXES
 from tasks.publish import input_weights
 from tasks.stage import StageInputs, stage_task
 
@@ -50,19 +55,16 @@ def update(given: StageInputs) -> dict[str, Any]:
     learner.version = int(result["policy_version"])
     learner.drop_handoff()
     run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
-    warning = controller.config.mismatch_watch.warning(result["metrics"], iteration)
-    if warning:
+    if warning := controller.config.mismatch_watch.warning(result["metrics"], iteration):
         logger.warning("%s", warning)
-    age = run.versions.before(iteration) - rows_of(given.manifests).policy_version
-    metrics = {
-        **result["metrics"],
-        "age": age,
-        "peak_bytes": controller.groups.peak_bytes("update"),
-    }
+    if small := too_small(result["metrics"], controller.config.update.least_sample_size):
+        logger.warning("iteration %d: %s", iteration, small)
+    metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("update")}
     outputs = watch.measured(metrics) if result["steps_applied"] else {}
+    outputs |= {"digest": result["digest"], MADE: result["policy_version"]}
     return {
         "shards": result["shards"],
-        "outputs": {**outputs, "digest": result["digest"], MADE: result["policy_version"]},
+        "outputs": {**outputs, PREFIXES: result[PREFIXES]},
         "metrics": metrics,
     }
 

@@ -25,7 +25,8 @@ from rich.table import Table
 
 from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
-from earl_core.system.processor import processor_name
+from earl_core.system.hardware import processor_name
+from earl_core.system.import_path import import_object
 from tools.endings import end_with_us, of_benchmark
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -56,11 +57,13 @@ class Report:
         return list(dict.fromkeys(key for row in self.rows for key in row))
 
 
-def parser(description: str, *, smoke: bool = False) -> argparse.ArgumentParser:
+def parser(
+    description: str, *, smoke: bool = False, overrides: bool = False
+) -> argparse.ArgumentParser:
     """The options that every benchmark has. Processes that the benchmark starts from now on end
     with it.
 
-    description: its first line is shown. smoke: whether it has `--smoke` too.
+    description: its first line is shown. smoke, overrides: whether it has `--smoke` and `--set`.
     """
     if of_benchmark():
         end_with_us()
@@ -71,6 +74,10 @@ def parser(description: str, *, smoke: bool = False) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="small sizes, under three minutes")
     if smoke:
         made.add_argument("--smoke", action="store_true", help="a tiny model, also without a GPU")
+    if overrides:
+        made.add_argument(
+            "--set", action="append", default=[], metavar="A.B=C", help="change a setting"
+        )
     made.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     made.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     return made
@@ -81,6 +88,13 @@ def config_here(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     from earl_core.control.precision import resolved
 
     return resolved(load_config(file, overrides)).config
+
+
+def build_model(config: RunConfig) -> None:
+    """Make the run file's model where it is not there yet, as `earl train` would."""
+    model = config.model
+    if model.builder and not (Path(model.path) / "config.json").is_file():
+        import_object(model.builder, "model.builder")(Path(model.path), **model.builder_options)
 
 
 def precision_of(config: RunConfig) -> list[str]:

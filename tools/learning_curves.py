@@ -1,20 +1,22 @@
 """Learning curves of one or more runs: held-out evaluations with 95 % intervals, as a picture.
 
-`python -m tools.learning_curves runs/demo_0 runs/demo_1 --png FILE --markdown FILE`
+`python -m tools.learning_curves runs/demo_0 runs/demo_1 --svg FILE --markdown FILE`
 """
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from earl_core.run.checkpoints import evaluated
 from earl_core.run.record import read_lines
+from tasks.reports.chart import Curve, chart
 from tools.harness import Report, Row, parser, publish
 
 OUTCOMES = ("win", "draw", "loss", "illegal")
-_COLOURS = {"win": "#2a7f3f", "draw": "#888888", "loss": "#b8860b", "illegal": "#b03030"}
+_SEED = re.compile(r"_(seed_)?\d+$")
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,9 @@ class Evaluation:
 def evaluations(run: Path) -> list[Evaluation]:
     """Every sealed evaluation of a run, ascending by policy version."""
     found = []
-    for path in sorted((run / "iterations").glob("*/evaluation.json")):
-        metrics = json.loads(path.read_text())["metrics"]
-        shares = {name: _interval(metrics, f"outcome/{name}") for name in OUTCOMES}
-        found.append(Evaluation(int(path.parent.name), int(metrics["episodes"]), shares))
+    for sealed in evaluated(run):
+        shares = {name: _interval(sealed.metrics, f"outcome/{name}") for name in OUTCOMES}
+        found.append(Evaluation(sealed.iteration, int(sealed.metrics["episodes"]), shares))
     return found
 
 
@@ -68,54 +69,30 @@ def rows_of(run: Path) -> list[Row]:
     return rows
 
 
-def draw(runs: list[Path], target: Path) -> None:
-    """One panel per run: training as dots, held-out evaluations as lines with intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, len(runs), figsize=(1.2 + 4.3 * len(runs), 3.6), sharey=True, squeeze=False
-    )
-    for axis, run in zip(axes[0], runs, strict=True):
-        _panel(axis, run)
-    axes[0][0].set_ylabel("share of games, %")
-    axes[0][-1].legend(loc="upper right", fontsize=8, frameon=False)
-    figure.tight_layout()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130)
-    pyplot.close(figure)
-
-
-def _panel(axis: Any, run: Path) -> None:
-    found = evaluations(run)
-    training = read_lines(run / "metrics.jsonl")
-    versions = [evaluation.policy_version for evaluation in found]
-    for name in ("win", "loss", "illegal"):
-        share, low, high = (
-            [100 * evaluation.shares[name][part] for evaluation in found] for part in range(3)
-        )
-        axis.plot(versions, share, "o-", color=_COLOURS[name], label=f"{name} (held out)")
-        axis.fill_between(versions, low, high, color=_COLOURS[name], alpha=0.15, linewidth=0)
-        axis.plot(
-            [line["iteration"] for line in training],
-            [100 * line.get(f"rollout/outcome/{name}", 0.0) for line in training],
-            ".",
-            color=_COLOURS[name],
-            alpha=0.35,
-        )
-    axis.set_title(f"{run.name} ({minutes(run):.1f} min)", fontsize=10)
-    axis.set_xlabel("iteration")
-    axis.set_ylim(0, 100)
-    axis.grid(alpha=0.25)
+def draw(runs: Sequence[Path], metric: str, title: str) -> str:
+    """SVG: a curve for each group of runs, which are seeds of one setting and whose names differ in
+    their last number: the mean of the metric, in percent, over those that were evaluated there."""
+    groups: dict[str, dict[int, list[float]]] = {}
+    for run in runs:
+        group = groups.setdefault(_SEED.sub("", run.name), {})
+        for sealed in evaluated(run):
+            # An outcome that no episode had is not among the metrics.
+            value = sealed.metrics.get(metric, 0.0)
+            group.setdefault(sealed.iteration, []).append(100 * value)
+    curves = [
+        Curve(name, [(float(x), sum(ys) / len(ys)) for x, ys in sorted(found.items())])
+        for name, found in groups.items()
+    ]
+    return chart(title, "%", curves, within=(0, 100))
 
 
 def main() -> None:
     """Table and picture of the runs named on the command line."""
     options = parser(__doc__ or "")
     options.add_argument("runs", nargs="+", type=Path, help="run directories")
-    options.add_argument("--png", type=Path, help="draw the curves into this file")
+    options.add_argument("--svg", type=Path, help="draw the curves into this file")
+    options.add_argument("--metric", default="outcome/win/share", help="a share, which is drawn")
+    options.add_argument("--title", default="Wins in held-out games")
     given = options.parse_args()
     report = Report("learning_curves", "Held-out evaluations, 95 % intervals")
     for run in given.runs:
@@ -124,8 +101,8 @@ def main() -> None:
         report.headline[f"{run.name}_win"] = last.shares["win"][0]
         report.headline[f"{run.name}_legal"] = last.legal
         report.notes.append(f"{run.name}: {minutes(run):.1f} minutes, evaluations included.")
-    if given.png:
-        draw(given.runs, given.png)
+    if given.svg:
+        given.svg.write_text(draw(given.runs, given.metric, given.title))
     publish(report, given)
 
 

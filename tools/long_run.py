@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 
 from tools.endings import end_with_us
-
-ROOT = Path(__file__).resolve().parents[1]
+from tools.harness import REPOSITORY
+from tools.process_tree import train_command
 
 SETTINGS = {
     "name": "long",
@@ -103,11 +103,11 @@ def main() -> None:
     shared = Path(tempfile.mkdtemp(prefix="earl-long-", dir="/dev/shm"))
     with tempfile.TemporaryDirectory(prefix="earl-long-") as name:
         settings = {**SETTINGS, "iterations": iterations, "dispatch.directory": str(shared)}
-        sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        given = (f"{key}={value}" for key, value in settings.items())
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "train", "tictactoe_tiny", "--plain", *sets],
+            train_command("tictactoe_tiny", given, "--plain"),
             cwd=name,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             stdout=subprocess.DEVNULL,
         )
         try:

@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from tools.harness import Report, Row, parser, publish
+from tools.process_tree import proportional_bytes
 
 _MIB = 2**20
 _PAUSE = 0.5
@@ -72,17 +73,6 @@ def tree(root: int) -> list[psutil.Process]:
     return []
 
 
-def whole(process: psutil.Process) -> int:
-    """Its proportional set size in bytes; 0 when it is gone."""
-    with suppress(OSError):
-        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
-        return (
-            next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
-            * 1024
-        )
-    return 0
-
-
 def title(process: psutil.Process) -> str:
     """A short name for a row: the module and what it says of itself, else the program."""
     words = process.cmdline()
@@ -125,7 +115,7 @@ def watch(command: list[str]) -> dict[str, Held]:
     stage = Stage(process.stdout)
     try:
         while process.poll() is None:
-            name, now = stage.name, sum(map(whole, tree(process.pid)))
+            name, now = stage.name, sum(proportional_bytes(x.pid) for x in tree(process.pid))
             if now > most[name] * _LOOKED_AT_AGAIN:
                 best[name], most[name] = look(process.pid), now
             time.sleep(_PAUSE)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 _MOUNT = Path("/sys/fs/cgroup")
 _SAMPLE_SECONDS = 0.1
@@ -52,12 +51,7 @@ class MemoryCap:
         self._sampler.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self._ended.set()
         self._sampler.join()
         self.kills = self._count_kills()

@@ -54,11 +54,6 @@ class Link:
     queue_bytes: int = 1024 * 1024
     congestion_control: str | None = None
 
-    @property
-    def bytes_per_second(self) -> float:
-        """The rate in bytes."""
-        return self.megabits_per_second * 1e6 / 8
-
 
 @dataclass(frozen=True)
 class Network:

@@ -5,22 +5,35 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import psutil
+
+from tools.harness import REPOSITORY
+
+TIMEOUT_SECONDS = 3600.0
+"""Most seconds of a training that is measured."""
 
 _SAMPLE_SECONDS = 2.0
 """Reading the page tables of 10 GiB takes 0.1 s, in which those processes wait for their locks."""
 _STOP_SECONDS = 30.0
+_SHOWN_CHARACTERS = 300
 
 
 class CommandFailed(RuntimeError):
     """A benchmarked command ended with an error; the message holds the end of its log."""
+
+    @property
+    def reason(self) -> str:
+        """The line that says most: the last error of the log."""
+        lines = [line.strip() for line in str(self).splitlines() if line.strip()]
+        named = [line for line in lines if "Error" in line] or lines
+        return (named or ["killed, without a message"])[-1][:_SHOWN_CHARACTERS]
 
 
 class MeasuredCommand:
@@ -59,12 +72,7 @@ class MeasuredCommand:
     def __enter__(self) -> MeasuredCommand:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self.stop()
 
     def wait(self, timeout_seconds: float) -> None:
@@ -120,10 +128,37 @@ class MeasuredCommand:
             root = psutil.Process(self.process.pid)
             self._seen[root.pid] = root
             self._seen.update({child.pid: child for child in root.children(recursive=True)})
-        return sum(_proportional_bytes(pid) for pid in list(self._seen))
+        return sum(proportional_bytes(pid) for pid in list(self._seen))
 
 
-def _proportional_bytes(pid: int) -> int:
+def train_command(config: object, settings: Iterable[object], *options: str) -> list[str]:
+    """`earl train` of a run file or recipe with these overrides."""
+    sets = (word for each in settings for word in ("--set", str(each)))
+    return [sys.executable, "-m", "flows.cli", "train", str(config), *options, *sets]
+
+
+def train(
+    config: object,
+    settings: Iterable[object],
+    scratch: Path,
+    *options: str,
+    log: str = "train.log",
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Run `earl train` to its end, with a Prefect in `scratch` as no other may be under test; the
+    most bytes that all its processes held. Raises `CommandFailed`."""
+    with MeasuredCommand(
+        train_command(config, settings, "--plain", *options),
+        scratch / log,
+        directory=REPOSITORY,
+        environment={"PREFECT_HOME": str(scratch / "prefect"), **(environment or {})},
+    ) as trained:
+        trained.wait(TIMEOUT_SECONDS)
+    return trained.peak_bytes
+
+
+def proportional_bytes(pid: int) -> int:
+    """The proportional set size of a process; 0 when it is gone."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     except OSError:

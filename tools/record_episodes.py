@@ -9,7 +9,6 @@ recorded with a trained checkpoint's `policy/`, whose games last longer than the
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,11 +17,10 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from tools.harness import REPOSITORY
-from tools.process_tree import CommandFailed, MeasuredCommand
+from tools.process_tree import CommandFailed, train
 
 EPISODES = REPOSITORY / "benchmarks" / "data" / "episodes.parquet"
 _COLUMNS = ("episode_id", "group_id", "tokens", "loss_mask", "rollout_logprobs", "turn_starts")
-_TIMEOUT_SECONDS = 900.0
 
 
 def record(config: Path, overrides: list[str], scratch: Path) -> pa.Table:
@@ -38,21 +36,13 @@ def record(config: Path, overrides: list[str], scratch: Path) -> pa.Table:
         "dispatch.durability=spill",
         f"dispatch.spill_url=file://{spill}",
     ]
-    command = [sys.executable, "-m", "flows.cli", "train", str(config), "--plain"]
-    for setting in settings:
-        command += ["--set", setting]
-    # A run that ends removes its shards; one that stops before its update keeps them.
-    environment = {
-        "EARL_FAULT": "update.before@0=raise",
-        "PREFECT_HOME": str(scratch / "prefect"),
-    }
-    log = scratch / "train.log"
-    with MeasuredCommand(command, log, directory=REPOSITORY, environment=environment) as train:
-        try:
-            train.wait(_TIMEOUT_SECONDS)
-        except CommandFailed:
-            if "injected failure" not in log.read_text(encoding="utf-8", errors="replace"):
-                raise
+    try:
+        # A run that ends removes its shards; one that stops before its update keeps them.
+        train(config, settings, scratch, environment={"EARL_FAULT": "update.before@0=raise"})
+    except CommandFailed:
+        log = (scratch / "train.log").read_text(encoding="utf-8", errors="replace")
+        if "injected failure" not in log:
+            raise
     return _joined(spill)
 
 

@@ -42,20 +42,6 @@ class Module:
             if isinstance(node, Definition):
                 yield node
 
-    @property
-    def code_lines(self) -> int:
-        """Lines that hold code."""
-        texts: set[int] = set()
-        for node in ast.walk(self.tree):
-            # Those below a constant or a type are docstrings too.
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                texts.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-        lines: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type not in _NO_CODE:
-                lines.update(range(token.start[0], token.end[0] + 1))
-        return len(lines - texts)
-
     def imports(self, names: set[str]) -> set[str]:
         """Return those of these modules that it imports when it is imported itself."""
         found: set[str] = set()
@@ -73,6 +59,20 @@ class Module:
             if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield child
                 yield from self._at_import(child)
+
+
+def code_lines(text: str) -> set[int]:
+    """The numbers of the lines that hold code."""
+    texts: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        # Those below a constant or a type are docstrings too.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            texts.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return lines - texts
 
 
 def modules_of(root: Path) -> list[Module]:
@@ -118,7 +118,7 @@ def measure(root: Path) -> dict[str, str]:
     documented = sum(ast.get_docstring(each) is not None for each in public)
     return {
         "modules": str(len(modules)),
-        "lines of code": f"{sum(module.code_lines for module in modules):,}",
+        "lines of code": f"{sum(len(code_lines(module.text)) for module in modules):,}",
         "public definitions with a docstring": f"{documented / len(public):.1%}",
         "exception classes": str(len(exception_classes(modules))),
         "import circle": " → ".join(circle(modules)) or "none",

@@ -11,17 +11,15 @@ has blank lines, comments or docstrings.
 from __future__ import annotations
 
 import ast
-import io
-import sys
 import tempfile
-import tokenize
 from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from tools.harness import REPOSITORY, Report, Row, parser, publish
-from tools.process_tree import MeasuredCommand
+from tools.process_tree import train
+from tools.size import code_lines
 
 FINISHED, PACKED = "EpisodePlayer._finish", "pack"
 ROLES = {
@@ -31,7 +29,6 @@ ROLES = {
 }
 """Roles by the file or the class whose functions only that process runs."""
 LEFT_OUT = ("earl_core/rollout/engines/", "earl_core/environments/")
-_TIMEOUT_SECONDS = 600.0
 
 # A function that is called all the time is noted every two milliseconds.
 _HOOK = """
@@ -100,21 +97,15 @@ def record(config: str, scratch: Path) -> list[list[Step]]:
     (scratch / "hook" / "sitecustomize.py").write_text(_HOOK, encoding="utf-8")
     settings = {
         "name": "way", "runs_directory": scratch / "runs", "model.path": scratch / "model",
-        "evaluation.every": 0, "rollout.prompts_per_iteration": 8,
+        "iterations": 1, "evaluation.every": 0, "rollout.prompts_per_iteration": 8,
         "model.builder_options.warm_start_steps": 10,
     }  # fmt: skip
-    command = [sys.executable, "-m", "flows.cli", "train", config, "--plain", "--iterations", "1"]
-    for name, value in settings.items():
-        command += ["--set", f"{name}={value}"]
     environment = {
-        "PREFECT_HOME": str(scratch / "prefect"),
         "PYTHONPATH": f"{scratch / 'hook'}:{REPOSITORY}",
         "EARL_WAY": f"{REPOSITORY}/:{scratch / 'steps'}",
     }
-    with MeasuredCommand(
-        command, scratch / "train.log", directory=REPOSITORY, environment=environment
-    ) as trained:
-        trained.wait(_TIMEOUT_SECONDS)
+    given = (f"{name}={value}" for name, value in settings.items())
+    train(config, given, scratch, environment=environment)
     found = []
     for path in (scratch / "steps").iterdir():
         fields = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
@@ -158,16 +149,11 @@ def _row(role: str, functions: set[Place]) -> Row:
 def _lines(file: str, begins: Collection[int]) -> tuple[int, int, int]:
     """Lines of code of a file, how many of its functions begin at these lines, and their lines."""
     text = (REPOSITORY / file).read_text(encoding="utf-8")
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING):
-            code.update(range(token.start[0], token.end[0] + 1))
+    code = code_lines(text)
     own: set[int] = set()
     functions = 0
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            code -= set(range(node.lineno, (node.end_lineno or 0) + 1))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             if first in begins:
                 functions += 1

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.update_mfu import timed as times_of
 from earl_core.dispatch.segments.pool import SegmentPool
 from tools.harness import Report, Row, parser, publish, shown
 from tools.sealed_segment import LOCATIONS, Shard
@@ -82,15 +82,7 @@ def ways(shard: Shard, device: torch.device, once: float | None) -> list[Way]:
 
 def timed(work: Callable[[], None], repetitions: int) -> float:
     """Median seconds until the device is idle again."""
-    seconds = []
-    for repetition in range(repetitions + 2):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        if repetition >= 2:
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return statistics.median(times_of(work, repetitions + 2)[2:])
 
 
 @dataclass

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -46,17 +47,10 @@ class Work:
     seconds: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.calls + other.calls,
-            self.flops + other.flops,
-            self.bytes + other.bytes,
-            self.seconds + other.seconds,
-        )
+        return Work(*map(operator.add, astuple(self), astuple(other)))
 
     def __mul__(self, factor: float) -> Work:
-        return Work(
-            self.calls * factor, self.flops * factor, self.bytes * factor, self.seconds * factor
-        )
+        return Work(*(each * factor for each in astuple(self)))
 
 
 Entries = dict[tuple[str, str], Work]

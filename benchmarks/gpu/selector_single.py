@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import io
 import tempfile
 import time
@@ -31,7 +30,16 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.selector_story import replay
-from benchmarks.selector_live_table import Cell, LiveTable, from_a, from_b, in_turns, together
+from benchmarks.gpu.update_mfu import free, synchronize
+from benchmarks.selector_live_table import (
+    Cell,
+    LiveTable,
+    from_a,
+    from_b,
+    in_turns,
+    together,
+    update_cells,
+)
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -115,17 +123,8 @@ def model_shape(shape: Shape, positions: int) -> ModelShape:
 
 def now() -> float:
     """Seconds, with the device idle."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter()
-
-
-def free() -> None:
-    """Give back what the last measurement left."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def attempt(work: Callable[[], float]) -> tuple[float, float] | None:
@@ -160,26 +159,14 @@ class Update:
             for step in fallbacks(mesh._replace(max_tokens_per_microbatch=budget), size)
             if not step.offload_optimizer
         )
-        first: dict[StageDeployment, StageDeployment] = {}
-        for layout in layouts:
-            first.setdefault(
-                layout._replace(max_tokens_per_microbatch=together(layout, context, count)), layout
-            )
-        found = in_turns(
-            {
-                layout: lambda layout=layout: attempt(lambda: self._rate(layout, context, count))
-                for layout in first.values()
-            },
+        return update_cells(
+            layouts,
+            context,
+            count,
+            lambda layout: attempt(lambda: self._rate(layout, context, count)),
             self._given.repetitions,
             until,
         )
-        cells = []
-        for layout in layouts:
-            same = first[
-                layout._replace(max_tokens_per_microbatch=together(layout, context, count))
-            ]
-            cells.append(Cell("", layout, context, count, *found[same], alias=same != layout))
-        return cells
 
     def _rate(self, layout: StageDeployment, context: int, count: int) -> float:
         """Tokens/s of one update, after a microbatch that warms up."""

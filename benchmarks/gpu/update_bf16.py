@@ -18,9 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,10 +26,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.multiprocessing
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from earl_core.cluster.host import LOOPBACK, meeting_variables, rank_variables
+from benchmarks.reshard import in_ranks
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
@@ -300,29 +296,24 @@ def train(directory: Path, shape: StageDeployment | None, *, smoke: bool) -> dic
     return found | {"loss": losses}
 
 
-def train_rank(rank: int, ranks: int, port: int, directory: str, smoke: bool) -> None:
-    """One of `ranks` processes: every mesh after the other."""
-    os.environ |= {**meeting_variables(LOOPBACK, port), **rank_variables(rank, [""] * ranks)}
-    for name, shape in mesh_shapes(ranks).items():
-        found = train(Path(directory), shape, smoke=smoke)
-        Path(directory, f"{name}.{rank}.json").write_text(json.dumps(found))
+def train_rank(ranks: int, directory: str, smoke: bool) -> dict[str, dict[str, list[float]]]:
+    """What `train` returns, by mesh, in one of `ranks` processes: every mesh after the other."""
+    found = {
+        name: train(Path(directory), shape, smoke=smoke)
+        for name, shape in mesh_shapes(ranks).items()
+    }
     leave_world()
+    return found
 
 
 def mesh_rows(ranks: int, directory: Path, *, smoke: bool) -> list[Row]:
     save_random_model(shapes(smoke=smoke)[0], directory, positions=16384, scale=3.0)
     expected = train(directory, None, smoke=smoke)
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    torch.multiprocessing.spawn(
-        train_rank, (ranks, port, str(directory), smoke), nprocs=ranks, join=True
-    )  # type: ignore[no-untyped-call]
+    trained = in_ranks(train_rank, ranks, ranks, str(directory), smoke)
     rows: list[Row] = []
     for name in mesh_shapes(ranks):
         differences, losses = [], []
-        for rank in range(ranks):
-            found = json.loads((directory / f"{name}.{rank}.json").read_text())
+        for found in (each[name] for each in trained):
             losses.append(np.subtract(found.pop("loss"), expected["loss"]))
             for sample, values in found.items():
                 differences.append(np.abs(np.subtract(values, expected[sample])))

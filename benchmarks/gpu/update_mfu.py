@@ -37,25 +37,12 @@ from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.selector.model.devices import DEVICES, find_devices
+from earl_core.system.memory import is_out_of_memory
 from tools.harness import Report, Row, parser, publish, shown
 from tools.shapes import FORMULA, SHAPES, Shape, random_sample, save_random_model
 
 TITLE = "Model FLOPs utilisation of the update"
-# Dense bf16 of the datasheets, in 1e12 FLOPs a second; the first name that fits counts.
-PEAKS = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "A10": 125.0,
-    "RTX 4090": 165.0,
-}
 
 
 @dataclass(frozen=True)
@@ -249,8 +236,8 @@ def matrix_rate(device: torch.device) -> float:
 def datasheet_peak(given: argparse.Namespace) -> float | None:
     if given.peak_tflops is not None or not torch.cuda.is_available():
         return given.peak_tflops  # type: ignore[no-any-return]
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    known = find_devices(torch.cuda.get_device_name())
+    return DEVICES[known[0]].flops / 1e12 if known else None
 
 
 def settings(given: argparse.Namespace) -> Iterator[Setting]:
@@ -259,15 +246,6 @@ def settings(given: argparse.Namespace) -> Iterator[Setting]:
         for compiled in choices[given.compile]:
             for checkpointing in given.checkpointing:
                 yield Setting(SHAPES[model], checkpointing, compiled)
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Also where the learner wraps torch's error in one of its own."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 class Benchmark:
@@ -307,7 +285,7 @@ class Benchmark:
                 row |= measure(learner, setting, samples, given.repetitions)
                 row["MFU"] = self._share(float(row["TFLOP/s"] or 0.0))
             except Exception as error:
-                if not out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 row["note"] = "out of memory"
                 learner = None
@@ -373,9 +351,11 @@ class Benchmark:
 
 
 def free() -> None:
+    """Give back what the last measurement left."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def main() -> None:

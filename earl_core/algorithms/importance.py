@@ -10,6 +10,7 @@ engine, cap). It corrects in the same way for episodes that an older policy has 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -20,6 +21,8 @@ from earl_core.algorithms.registry import Registered
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class ImportanceCorrection(Registered):
@@ -72,32 +75,50 @@ class ImportanceCorrection(Registered):
         return weights.clamp(self.low, self.cap)
 
 
-WEIGHED = ("weighted", "weights", "squares", "masked")
-"""The sums over tokens that `weight_metrics` is made of."""
+def weight_metrics(weights: Array, episodes: Array) -> dict[str, float]:
+    """Measure the weights of an update.
 
-
-def weight_counts(weights: Tensor) -> dict[str, float]:
-    """Count and sum weights, float [T]: they add up over microbatches and ranks."""
-    exact = weights.double()
-    sums = exact.sum(), (exact * exact).sum(), (exact == 0.0).sum()
-    return dict(zip(WEIGHED, [weights.numel(), *(each.item() for each in sums)], strict=True))
-
-
-def weight_metrics(
-    weighted: float, weights: float, squares: float, masked: float
-) -> dict[str, float]:
-    """Measure the weights of an update, by their sums.
+    Args:
+        weights: Of all trained tokens, float [T].
+        episodes: Mean weight of each episode's trained tokens, float [E].
 
     Returns:
         ``importance_weight_mean``, ``importance_masked_share``, the share of tokens of weight 0,
-        and ``importance_sample_share``, the effective sample size (sum w)^2 / sum w^2 (Kong 1992)
-        over the number of tokens.
+        and effective sample sizes (sum w)^2 / sum w^2 (Kong 1992) over their number:
+        ``importance_sample_share`` of the tokens, ``importance_episode_share`` of the episodes.
+        Nothing without tokens.
     """
+    if not weights.size:
+        return {}
     return {
-        "importance_weight_mean": weights / weighted,
-        "importance_masked_share": masked / weighted,
-        "importance_sample_share": weights**2 / (squares * weighted) if squares else 0.0,
+        "importance_weight_mean": float(weights.mean()),
+        "importance_masked_share": float((weights == 0.0).mean()),
+        "importance_sample_share": _effective_share(weights),
+        "importance_episode_share": _effective_share(episodes),
     }
+
+
+def _effective_share(weights: Array) -> float:
+    squares = float((weights**2).sum())
+    return float(weights.sum()) ** 2 / (squares * weights.size) if squares else 0.0
+
+
+def too_small(metrics: Mapping[str, float], least: float) -> str:
+    """A sentence when the effective sample size of an update, by tokens or by episodes, is below
+    this share of their number; empty: it is not, or nothing was weighed."""
+    found = {
+        what: metrics.get(f"importance_{name}_share", 1.0)
+        for name, what in (("sample", "tokens"), ("episode", "episodes"))
+    }
+    if min(found.values()) >= least:
+        return ""
+    shares = " and ".join(f"{share:.1%} of the {what}" for what, share in found.items())
+    return (
+        f"the importance weights leave an effective sample size of {shares}, and "
+        f"update.least_sample_size is {least:.1%}: the policy has moved far from the one that "
+        "sampled; lower schedule.staleness or update.learning_rate, or bound the ratios more "
+        "narrowly (algorithm.importance_correction: cap, low, outside)"
+    )
 
 
 def mismatch_metrics(old_logprobs: Any, rollout_logprobs: Any, positions: Any) -> dict[str, float]:
@@ -131,7 +152,7 @@ def mismatch_metrics(old_logprobs: Any, rollout_logprobs: Any, positions: Any) -
     }
 
 
-def _float64(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _float64(values: Any) -> Array:
     if hasattr(values, "detach"):
         values = values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64)

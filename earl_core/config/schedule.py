@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from earl_core.system.settings import Settings
+from earl_core.system.shared_memory import VERSIONS
 
 
 class ScheduleConfig(Settings):
@@ -18,6 +19,12 @@ class ScheduleConfig(Settings):
         "stages.placement `separate` or `shared` it begins while updates of earlier iterations "
         "still run. 0: each rollout is played with the newest version.",
     )
+
+    @property
+    def versions(self) -> int:
+        """Sets of published weights that are there at a time, at most: those that rollouts to come
+        play, and the one that is being written."""
+        return VERSIONS + self.staleness
 
     def check(self, iterations: int, corrected: bool) -> None:
         """Raise `ValueError` for a staleness that cannot work. corrected: the loss accounts for

@@ -185,6 +185,16 @@ class EvaluationConfig(Settings):
         default=(), description="Further environments that are played in the same evaluations."
     )
 
+    @model_validator(mode="after")
+    def _gates(self) -> EvaluationConfig:
+        gates = [suite.label for suite in self.suites if suite.gate]
+        if gates and not self.every:
+            raise ValueError(
+                f"the suite {gates[0]} is a gate, and evaluation.every is 0, so no checkpoint is "
+                "evaluated: set evaluation.every, or leave `gate` out"
+            )
+        return self
+
     def episodes_of(self, version: int) -> int:
         """Return the number of episodes that the evaluation of a policy version plays."""
         return self.first_episodes or self.episodes if version == 0 else self.episodes

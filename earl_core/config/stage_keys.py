@@ -33,6 +33,8 @@ _SUPERVISION = (
 _LATER = {
     "model.adapter": None,
     "update.zero_advantage": None,
+    "update.least_sample_size": 0.3,
+    "update.small_sample": "warn",
     "rollout.alike_groups": "keep",
     "rollout.max_waves": 3,
     "algorithm.kl.reference": INITIAL,

@@ -90,6 +90,19 @@ class UpdateConfig(Settings):
         "nats; the run stops before an optimizer step that exceeds it. None: 0.3, or 0.01 where "
         "both compute in float32.",
     )
+    least_sample_size: float = Field(
+        default=0.3,
+        ge=0,
+        lt=1,
+        description="Smallest effective sample size that the weights of "
+        "algorithm.importance_correction may leave, as a share of the tokens, and of the episodes. "
+        "0: any.",
+    )
+    small_sample: Literal["warn", "stop"] = Field(
+        default="warn",
+        description="Consequence of a smaller one. warn: a warning. stop: the run stops before the "
+        "update's first step.",
+    )
     activation_checkpointing: Checkpointing = Field(
         default="none",
         description="Activations that the backward pass computes again instead of keeping them. "

@@ -24,6 +24,7 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.run import KEPT_ANCESTOR
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.deployment.shapes import ModelShape
+from earl_core.pretrained.adapter_directory import ADAPTER_FOLDER, POLICY_FOLDER
 from earl_core.pretrained.model_directory import needed_files, read_model_shape
 from earl_core.pretrained.vocabulary import own_template
 from earl_core.run import RunDirectory
@@ -138,7 +139,7 @@ def _run_of(text: str, runs_directory: Path) -> tuple[Path, str] | None:
                 return path, which
     # A checkpoint's own directory, or its policy's.
     path = Path(text).resolve()
-    path = path.parent if path.name == "policy" else path
+    path = path.parent if path.name in (POLICY_FOLDER, ADAPTER_FOLDER) else path
     run = path.parent.parent
     if path.parent.name == "checkpoints" and path.name.isdigit() and (run / "run.json").is_file():
         return run, str(int(path.name))
@@ -152,8 +153,9 @@ def _checkpoint_of(run: Path, which: str, text: str) -> Ancestor:
     if not (found.policy / "config.json").is_file():
         raise ConfigError(
             f"{found.policy} holds no whole model",
-            remedy="give it as model.adapter.from, and the model beside which it was trained as "
-            "model.path",
+            remedy=f"export it as one (earl export {run.name} --to hf) and name that, or go on "
+            "with the adapter: give its directory as model.adapter.from, and the model beside "
+            "which it was trained as model.path",
         )
     listed = read_state(found.policy.parent)["files"] if found.marker is not None else {}
     sums = {

@@ -22,9 +22,8 @@ from earl_core.control.worker_environment import worker_environment
 from earl_core.deployment.shapes import DeviceFigures, Hardware
 from earl_core.selector.model.devices import is_known
 from earl_core.system.files import read_file, write_atomic
-from earl_core.system.hardware import HostResources
+from earl_core.system.hardware import HostResources, instruction_limit
 from earl_core.system.import_path import installed
-from earl_core.system.processor import instruction_limit
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,11 @@ from earl_core.control.resume_point import StateLost, saved_state
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.dispatch import ManifestError
+from earl_core.run.policy_versions import INITIAL_VERSION
 from earl_core.run.worker import READ_RULES
 from earl_core.weights.manifest import WeightsManifest
+from earl_core.weights.probe import PREFIXES
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +133,7 @@ def _redeploy(
 def publish_weights(
     controller: RunController, deployment: StageDeployment, iteration: int, version: int
 ) -> WeightsManifest:
-    """Have the learner write policy version `version` into shared memory."""
+    """Have the learner write policy version `version` into shared memory, with its probe."""
     ensure_learner(controller, deployment, iteration, version)
     result = call_learner(
         controller,
@@ -141,5 +144,18 @@ def publish_weights(
         directory=str(controller.run.store.directory),
         policy_version=version,
         dtype=controller.config.rollout.dtype,
+        prefixes=_prefixes(controller, version),
     )
     return WeightsManifest.model_validate(result)
+
+
+def _prefixes(controller: RunController, version: int) -> list[dict[str, Any]]:
+    """Return the beginnings of rows that the version's update drew for its probe."""
+    maker = None if version == INITIAL_VERSION else controller.run.versions.maker(version)
+    if maker is None:
+        return []
+    try:
+        # Updates of older releases drew none.
+        return list(controller.run.manifest(maker, "update").outputs.get(PREFIXES, ()))
+    except ManifestError:
+        return []

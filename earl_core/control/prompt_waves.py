@@ -59,12 +59,27 @@ def whole_iteration(run: RunDirectory, iteration: int) -> Wave:
     asked, before = run.config.rollout.prompts_per_iteration, run.config.played_before(iteration)
     first, counted = before * asked, False
     if before:
-        # Of a run without a mixture nothing else of that seal is needed.
-        with suppress(ManifestError):
+        try:
             told = run.manifest(iteration - 1, "rollout").outputs.get(PROMPTS)
-            first, counted = (told[1], True) if told else (first, False)
+        except ManifestError:
+            # Of a run without a mixture nothing else of that seal is needed.
+            if run.config.rollout.filters_groups:
+                raise
+            told = None
+        first, counted = (told[1], True) if told else (first, False)
     counted = counted or run.config.rollout.filters_groups
     return Wave(first, asked, _cursor(run, iteration), counted=counted)
+
+
+def follows_seal(run: RunDirectory, iteration: int) -> bool:
+    """Tell whether the prompts of an iteration follow from the seal of the rollout before it: in a
+    mixture, and after prompts that were played in waves."""
+    if run.config.rollout.filters_groups or run.config.environments:
+        return True
+    for before in reversed(range(max(0, iteration - 1 - run.config.schedule.staleness), iteration)):
+        with suppress(ManifestError):
+            return PROMPTS in run.manifest(before, "rollout").outputs
+    return False
 
 
 def wave_after(run: RunDirectory, iteration: int, sealed: Sequence[Manifest]) -> Wave:
@@ -114,6 +129,7 @@ def whole_rollout(config: RunConfig, sealed: Sequence[Manifest]) -> dict[str, An
         **rollout_stats.rollout_metrics(tally),
         **{f"load/{name}": value for name, value in statistics},
         **_over(rollouts, max, "replicas", "peak_bytes", "reserved_bytes"),
+        **_over(rollouts, max, *(n for n in rollouts[0].metrics if n.startswith("probe_"))),
         **_over(rollouts, math.fsum, "replicas_lost", "stage_seconds"),
         "waves": float(len(rollouts)),
         "prompts": float(played),

@@ -18,9 +18,10 @@ from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_ancestor
 from earl_core.control.device_figures import figures_for
+from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.hardware import open_cluster, with_network
 from earl_core.control.learner_handle import LearnerHandle
-from earl_core.control.learnt_profile import LearntProfile
+from earl_core.control.learnt_profile import LearntProfile, RunHistory
 from earl_core.control.live import find, live
 from earl_core.control.preflight import (
     Preflight,
@@ -30,7 +31,6 @@ from earl_core.control.preflight import (
     surely,
 )
 from earl_core.control.resume_point import resume_point
-from earl_core.control.run_history import RunHistory
 from earl_core.control.teachers import (
     check_teachers,
     held_teachers,
@@ -50,6 +50,7 @@ from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.retention import kept_weights
 from earl_core.run.run_stores import sweep_unneeded
+from earl_core.run.staleness import note_change
 from earl_core.run.worker import Peers
 from earl_core.system.errors import EarlError
 from earl_core.system.memory import give_back_free_memory
@@ -130,6 +131,7 @@ class RunController:
         where, told = (run.config, run.path, run.logs, self.hardware), self.listener
         self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
+        self.turns = EngineTurns()
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
         self._registered.enter_context(live(str(run.path.resolve()), self))
@@ -185,6 +187,7 @@ class RunController:
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
             self.start_ahead(sealed)
+        note_change(self.run)
         self.run.store_config()
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))
@@ -267,6 +270,12 @@ class RunController:
         iteration = self.next_iteration()
         if resume_point(self.run).iteration == iteration:
             raise HostsChanged("a further host has joined", iteration)
+
+    def grows_after(self, iteration: int) -> bool:
+        """Tell whether the run can have a further host, and this iteration ends with a checkpoint,
+        after which that may join."""
+        saved = (iteration + 1) % self.config.checkpoint.every == 0
+        return saved and self._cluster.can_grow()
 
     def release_weights(self, iteration: int) -> None:
         """Delete the published weights that no rollout after this iteration plays, once it has

@@ -10,7 +10,7 @@ from earl_core.pretrained.adapter_checks import pairs_bytes
 from earl_core.pretrained.model_directory import published_bytes, read_model_shape
 from earl_core.selector.model.memory_model import gib
 from earl_core.system.finding import Finding
-from earl_core.system.shared_memory import VERSIONS, Need, Room, enlarge, shards_limit
+from earl_core.system.shared_memory import Need, Room, enlarge, shards_limit
 
 _TOKEN_BYTES = 13
 """Bytes of a token in the shards of rollout and advantage; see `trajectory.schema`."""
@@ -36,21 +36,20 @@ def need_of(config: RunConfig) -> Need:
     tokens = min(rollout.max_model_len or positions, positions)
     episodes = rollout.episodes_per_iteration * rollout.most_waves
     samples = samples_bytes(episodes, tokens, columns)
-    # Stale rollouts play older versions, and their shards wait for their updates.
-    ahead = config.schedule.staleness
-    kept = samples * (config.checkpoint.every + ahead)
+    # Shards of stale rollouts wait for their updates.
+    kept = samples * (config.checkpoint.every + config.schedule.staleness)
     if config.model.adapter is not None:
         version = pairs_bytes(config.initial_model, rollout.dtype)
     else:
         version = published_bytes(model, rollout.dtype)
-    return Need(version, kept, VERSIONS + ahead)
+    return Need(version, kept, config.schedule.versions)
 
 
 def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Finding]:
     """Yield the findings against a run that needs so much where weights have so much room.
     max_bytes: `dispatch.max_bytes`."""
     larger = enlarge(need.size)
-    limit = shards_limit(max_bytes, room.size, need.version)
+    limit = shards_limit(max_bytes, room.size, need.weights)
     weights = f"{need.versions} x {gib(need.version)}"
     if need.weights > room.free:
         text = f"{need.counted} of the model's weights must fit, {weights}: {room}"

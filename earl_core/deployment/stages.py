@@ -46,7 +46,7 @@ ROLES: Mapping[str, Role] = {
         Role("experience", "earl_core.experience.experience_worker:ExperienceWorker"),
         Role(
             "reference",
-            "earl_core.learner.reference:ReferenceWorker",
+            "earl_core.learner.model_worker:ReferenceWorker",
             placed="training",
             release="offload",
             restore="reload",

@@ -11,7 +11,7 @@ from typing import Any
 
 from earl_core.environments.adapters.data_set import DataSet
 from earl_core.environments.base import Message
-from earl_core.imitation.messages import read_messages, read_tools
+from earl_core.imitation.messages import drop_absent, read_messages, read_tools
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
@@ -45,6 +45,7 @@ class Chats:
             messages = read_messages(row, self._column)
             given = read_tools(row)
             tools = self._own(row) if given is None else Tools(given)
+            drop_absent(messages, tools.schemas)
             samples = samples_of(self._chat, messages, tools)
         except ConfigError as error:
             raise ConfigError(f"{self._rows.place(index)} {error}") from error

@@ -15,7 +15,7 @@ from earl_core.environments.adapters.data_set import DataSet, read_rows
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.imitation.chats import Chats
 from earl_core.imitation.drawing import drawn
-from earl_core.imitation.kept import KeptEpisodes
+from earl_core.imitation.kept import KeptEpisodes, check_tokens
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.tool_calls import Tools
@@ -71,11 +71,13 @@ class DemonstrationWorker(RunWorker):
         count = self._config.demonstrations
         places = range(iteration * count, (iteration + 1) * count)
         found = await self._demonstrations()
-        episodes = []
-        for place, index in zip(places, drawn(len(found), self._config.seed, places), strict=True):
-            episode = self._episode(found, index)
-            episode.episode_id = episode.group_id = place
-            episodes.append(episode)
+        made: dict[int, Episode] = {}
+        indices = drawn(len(found), self._config.seed, places)
+        # In the order of their files, each of which is then read once.
+        for index, place in sorted(zip(indices, places, strict=True)):
+            made[place] = self._episode(found, index)
+            made[place].episode_id = made[place].group_id = place
+        episodes = [made[place] for place in places]
         fault_points.point("demonstrate.read", iteration)
         entry = run_store(self._run_directory, self._config).publish(
             stage="demonstrate",
@@ -118,7 +120,9 @@ class DemonstrationWorker(RunWorker):
             run = Path(settings.run)
             if not run.is_dir():
                 run = Path(self._config.runs_directory) / settings.run
-            return KeptEpisodes(run, settings, self._chat.vocabulary)
+            kept = KeptEpisodes(run, settings, self._chat.vocabulary)
+            check_tokens(run, Path(self._config.initial_model.path))
+            return kept
         assert settings.data is not None
         try:
             rows = read_rows(settings.data, settings.split, ANY_ROW)
@@ -131,9 +135,11 @@ class DemonstrationWorker(RunWorker):
         found = {}
         for label, environment in self._config.played.items():
             pool = EnvironmentPool.of(environment, hosts=1, concurrency=1, log_path=None)
-            await pool.start()
-            found[label] = Tools(pool.tools)
-            await pool.stop()
+            try:
+                await pool.start()
+                found[label] = Tools(pool.tools)
+            finally:
+                await pool.stop()
         return found
 
     def _episode(self, found: Demonstrations, index: int) -> Episode:

@@ -12,8 +12,10 @@ import pyarrow.compute as pc
 
 from earl_core.config.imitation import ImitationConfig
 from earl_core.imitation.chats import NO_VERSION
+from earl_core.pretrained.vocabulary import vocabulary_problem
 from earl_core.run.episodes import NAME, EpisodesDamaged, read_samples
-from earl_core.system.errors import ConfigError
+from earl_core.run.record import stored_config
+from earl_core.system.errors import ConfigError, EarlError
 from earl_core.trajectory.samples import UNNUMBERED, Episode, Sample
 
 _CHOSEN_BY = ("group_id", "reward")
@@ -71,6 +73,22 @@ class KeptEpisodes:
         info = {"outcome": rows[0]["outcome"]} if rows[0]["outcome"] else {}
         return Episode(
             index, index, index, samples, rows[0]["finish_reason"], info, rows[0]["environment"]
+        )
+
+
+def check_tokens(run: Path, policy: Path) -> None:
+    """Raise `ConfigError` where the run's model has other tokens under the ids of the policy's.
+
+    Nothing is compared where its tokenizer is not there any more.
+    """
+    try:
+        theirs = Path(stored_config(run).initial_model.path)
+    except EarlError:
+        return
+    if problem := vocabulary_problem(policy, theirs, (0, 0)):
+        raise ConfigError(
+            f"imitation.run: the model of {run} has another vocabulary ({problem})",
+            remedy="imitate a run of a model with this one's tokenizer",
         )
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earl_core.environments.base import FunctionCall, Message, ToolCall
+from earl_core.environments.tools.arguments import is_costly, misfit
 from earl_core.environments.tools.toolbox import check_schema
+from earl_core.rollout.chat.tool_calls import call_id
 from earl_core.system.errors import ConfigError
 from earl_core.system.similar import meant
 
@@ -24,6 +26,7 @@ def read_messages(row: Mapping[str, Any], column: str) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise ConfigError(f"has in the column {column!r} no list of messages")
     messages = [_message(number, each) for number, each in enumerate(given)]
+    _link(messages)
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(
             "has no turn of the assistant, so there is nothing to imitate", remedy="leave it out"
@@ -57,14 +60,80 @@ def _message(number: int, message: Any) -> Message:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise ConfigError(f"{where} tool_calls that are no list")
     read: Message = {"role": message["role"], "content": _content(where, message, bool(calls))}
-    if read["role"] == "assistant" and not (calls or read["content"].strip()):
-        raise ConfigError(f"{where} an answer that says nothing, so there is nothing to learn")
+    if read["role"] == "assistant":
+        _check_answer(where, message)
+        if not (calls or read["content"].strip()):
+            raise ConfigError(f"{where} an answer that says nothing, so there is nothing to learn")
     if calls:
         read["tool_calls"] = [_call(where, each) for each in calls]
     for key in ("tool_call_id", "name"):
         if isinstance(message.get(key), str):
             read[key] = message[key]
     return read
+
+
+_UNREAD = ("function_call", "reasoning", "reasoning_content", "thinking")
+"""Parts of an answer that other libraries read, and nobody here."""
+
+
+def _check_answer(where: str, message: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an answer that is more than its content and calls, or none."""
+    for key in _UNREAD:
+        if message.get(key):
+            raise ConfigError(
+                f"{where} an answer with {key}, which would be left out",
+                remedy="write reasoning into its content, between <think> and </think>, and calls "
+                "as tool_calls",
+            )
+    for key in ("weight", "train"):
+        if message.get(key) in (0, False):
+            raise ConfigError(
+                f"{where} an answer with {key} {message[key]!r}, and every answer of a chat is "
+                "learnt",
+                remedy="end the chat before it, or leave the key out",
+            )
+
+
+def _link(messages: Sequence[Message]) -> None:
+    """Give calls and results what a rollout's have, where they have none: a call its id, and a
+    result the id and the name of the call that it is of."""
+    number, waiting = 0, list[ToolCall]()
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["id"] = call["id"] or call_id(number)
+            number += 1
+            waiting.append(call)
+        if message["role"] != "tool":
+            continue
+        told = message.get("tool_call_id")
+        answered = next((call for call in waiting if told in (None, call["id"])), None)
+        if answered is not None:
+            waiting.remove(answered)
+            message["tool_call_id"] = answered["id"]
+            message.setdefault("name", answered["function"]["name"])
+
+
+def drop_absent(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Drop arguments that are null where the tool takes no null: a table gives every call the
+    arguments of all of its calls."""
+    named = {each["function"]["name"]: each["function"].get("parameters") or {} for each in tools}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if function["name"] in named:
+                known = named[function["name"]].get("properties") or {}
+                function["arguments"] = {
+                    name: value
+                    for name, value in function["arguments"].items()
+                    if value is not None or (name in known and _takes_null(known[name]))
+                }
+
+
+def _takes_null(schema: Any) -> bool:
+    if isinstance(schema, Mapping) and (schema.get("nullable") or is_costly(schema)):
+        return True
+    nothing: Any = None
+    return not misfit(schema, nothing)
 
 
 def _content(where: str, message: Mapping[str, Any], calls: bool) -> str:

@@ -43,7 +43,7 @@ class Imitation(Algorithm):
         count = minibatch.totals.n_tokens
         metrics = {} if entropy is None else {"entropy": entropy.detach().float().sum() / count}
         result = MicrobatchLoss(-logprobs.float().sum() / count, metrics)
-        return Evaluated(result, logprobs.detach(), None, None)
+        return Evaluated(result, logprobs.detach(), None)
 
 
 class Aim(NamedTuple):

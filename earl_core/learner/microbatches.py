@@ -156,14 +156,12 @@ class Feed:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A microbatch's loss and what went into it: log-probs before the first step, and weights of
-    the importance correction or None, float32 [T']. log_ratio: of the policy to the one before the
-    update, [T'], if it matters.
+    """A microbatch's loss and what went into it: log-probs before the first step, float32 [T'].
+    log_ratio: of the policy to the one before the update, [T'], if it matters.
     """
 
     result: MicrobatchLoss
     old_logprobs: torch.Tensor
-    weights: torch.Tensor | None
     log_ratio: torch.Tensor | None
 
 
@@ -237,7 +235,7 @@ class Algorithm:
             kl_coefficient=columns.get("kl_coefficient", self._kl.at(minibatch.iteration)),
             entropy=entropy,
         )
-        return Evaluated(result, old, weights, logprobs.detach() - old)
+        return Evaluated(result, old, logprobs.detach() - old)
 
 
 def _objective(algorithm: AlgorithmConfig) -> Objective:
@@ -262,7 +260,6 @@ class UpdateMetrics:
         self._log_ratio_max: list[torch.Tensor] = []
         self._pairs: list[tuple[torch.Tensor, np.ndarray]] = []
         self._compared: list[np.ndarray] = []
-        self._weights: list[torch.Tensor] = []
         self._seconds = 0.0
         self._counts: Counter[str] = Counter()
 
@@ -281,8 +278,6 @@ class UpdateMetrics:
             # Copied, because the feed uses the microbatch's memory again, and because a view keeps
             # all of a microbatch alive on the device.
             self._pairs.append((evaluated.old_logprobs.clone(), _engine_side(packed)))
-            if evaluated.weights is not None:
-                self._weights.append(evaluated.weights)
         self._counts.update(
             tokens=sum(packed.lengths),
             packed=packed.tokens.size,  # after sharing prefixes
@@ -339,8 +334,6 @@ class UpdateMetrics:
         if self._compared:
             metrics |= importance.mismatch_metrics(*np.concatenate(self._compared).T[:3])
         counts = _added(every, "counts")
-        if counts["weighted"]:
-            metrics |= importance.weight_metrics(*(counts[name] for name in importance.WEIGHED))
         tokens, seconds = counts["tokens"], max(each["seconds"] for each in every)
         out = epochs * skipped.tokens
         return (
@@ -362,12 +355,10 @@ class UpdateMetrics:
         )
 
     def _own(self) -> dict[str, Any]:
-        weights = torch.cat([torch.empty(0), *(each.cpu() for each in self._weights)]).double()
-        weighted = importance.weight_counts(weights)
         return {
             "sums": {name: float(value) for name, value in self._sums.items()},
             "log_ratio_max": float(np.max([-math.inf, *map(float, self._log_ratio_max)])),
-            "counts": {**self._counts, **weighted},
+            "counts": dict(self._counts),
             "seconds": self._seconds,
         }
 

@@ -16,6 +16,7 @@ from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.compiled_layers import layers_compiled
 from earl_core.learner.data.packing import PackedMicrobatch
 from earl_core.learner.layer_probe import layer_probe
+from earl_core.learner.likeliest import likeliest
 from earl_core.learner.lm_head import EntropyMode, decoder_of, head_of
 from earl_core.learner.low_rank import pairs_of
 from earl_core.learner.packing_check import check_packing
@@ -30,13 +31,13 @@ from earl_core.pretrained.huggingface import (
 @dataclass(frozen=True)
 class PackedTensors:
     """The tensors that the model needs of a `PackedMicrobatch`, on the model's device; T and T' as
-    there."""
+    there. targets: None: the likeliest ones."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
     boundaries: SampleBoundaries
     predictors: torch.Tensor
-    targets: torch.Tensor
+    targets: torch.Tensor | None
 
     @classmethod
     def from_microbatch(
@@ -148,8 +149,9 @@ class Scoring(nn.Module):
         temperature: float,
         entropy: EntropyMode,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Score the trained tokens as `logprobs_of_trained` does. states: [T, hidden], of all
-        positions."""
+        """Score the trained tokens as `logprobs_of_trained` does; without targets the likeliest
+        ones, which are then returned in place of entropies, int64 [T']. states: [T, hidden], of
+        all positions."""
         score = HeadScore(
             temperature,
             entropy,
@@ -158,7 +160,12 @@ class Scoring(nn.Module):
             self.float32_head,
             self.compiled,
         )
-        return score(self.head, states, packed.predictors, packed.targets)
+        if packed.targets is not None:
+            return score(self.head, states, packed.predictors, packed.targets)
+        tokens = likeliest(
+            self.head, states, packed.predictors, self.vocabulary, float32=self.float32_head
+        )
+        return score(self.head, states, packed.predictors, tokens)[0], tokens
 
 
 class PolicyModule(nn.Module):
@@ -172,7 +179,7 @@ class PolicyModule(nn.Module):
     def forward(
         self, packed: PackedTensors, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the decoder and score the trained tokens as `logprobs_of_trained` does."""
+        """Run the decoder and score as `Scoring` does."""
         output = decoder_of(self.causal_lm)(
             input_ids=packed.tokens[None],
             position_ids=packed.position_ids[None],

@@ -1,5 +1,5 @@
 """The part that ranks of the `update` and the `reference` worker group share: a mesh, a reader of
-shards, a learner."""
+shards, a learner; and one rank of `reference`, which holds frozen models."""
 
 from __future__ import annotations
 
@@ -228,3 +228,26 @@ def _row_cost(model: ModelConfig) -> RowCost:
     except ConfigError:
         # A model whose numbers have other names is balanced by tokens.
         return RowCost()
+
+
+class ReferenceWorker(ModelWorker):
+    """Holds the references: the initial model or teachers. Their optimizers never get a state, so
+    they cost nothing.
+
+    The samples of an environment are scored by its own reference, those of environments without a
+    penalty by none: their log-probs are 0.
+    """
+
+    stage = "reference"
+
+    def _model(self) -> ModelConfig:
+        return self._config.reference_model(self._config.references[0])
+
+    def _build_learner(self) -> PolicyLearner:
+        first = super()._build_learner()
+        models = map(self._config.reference_model, self._config.references[1:])
+        self._references = [first, *map(self._learner_of, models)]
+        return first
+
+    def _learners(self) -> list[PolicyLearner]:
+        return self._references

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
+from earl_core.learner.data.prefixes import as_samples
 from earl_core.learner.data.samples import Minibatch, gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
 from earl_core.learner.deterministic import choose_algorithms
@@ -43,6 +45,7 @@ from earl_core.pretrained.model_directory import load_tokenizer
 from earl_core.system.memory import keep_freed_memory
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.device_speed import bf16_is_fast
+from earl_core.weights.probe import Prefixes, ProbedRow
 
 StepHook = Callable[[int], None]
 
@@ -190,6 +193,26 @@ class PolicyLearner:
                 if on_progress is not None:
                     on_progress(done, len(samples))
         return scored
+
+    @torch.no_grad()
+    def probe(self, rows: Sequence[Prefixes]) -> tuple[ProbedRow, ...]:
+        """Find the likeliest next token after each beginning, at temperature 1, under the weights
+        as they are. All ranks are given the same rows."""
+        samples = as_samples(rows)
+        plan = self._plan(samples, range(len(samples)), self._algorithm)
+        found: dict[int, ProbedRow] = {}
+        with self.parallel.passes():
+            for number, fed in enumerate(self._microbatches(samples, plan, len(plan)), start=1):
+                with memory.microbatch("score", -1, number, len(plan), fed.packed.tokens.size):
+                    open_ = replace(fed, tensors=replace(fed.tensors, targets=None))
+                    logprobs, tokens = self._forward(open_, "none", 1.0)
+                assert tokens is not None
+                by_row = [fed.packed.split_by_row(t.cpu().numpy()) for t in (tokens, logprobs)]
+                for row, *said in zip(fed.packed.rows, *by_row, strict=True):
+                    likeliest, scores = (values.tolist() for values in said)
+                    given = rows[row].model_dump()
+                    found[row] = ProbedRow(**given, likeliest=likeliest, logprobs=scores)
+        return tuple(found[row] for row in range(len(rows)))
 
     def update(
         self,

@@ -191,7 +191,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 to_logits[some].scatter_(1, place[here, None], chosen)
                 if to_bias is not None:
                     to_bias += summed
-            _multiply(to_logits, weight, to_rows[rows])
+            multiply(to_logits, weight, to_rows[rows])
             if to_weight is not None:
                 head.add_gradient(to_weight, to_logits, states, predictors[rows])
         if score.vocabulary is not None:
@@ -209,7 +209,7 @@ class _Head(NamedTuple):
 
     def logits(self, states: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
         """The logits of these rows, before the temperature: float32 [n, vocabulary]."""
-        _multiply(self._inputs(states, rows), self.weight.t(), out)
+        multiply(self._inputs(states, rows), self.weight.t(), out)
         if self.bias is not None:
             out += self.bias
 
@@ -384,7 +384,7 @@ def _lower(
     return torch.add(-top[:, None], logits, alpha=1 / temperature, out=out)
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """The product in float32; a CPU rounds one of 16 bits to those first."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)

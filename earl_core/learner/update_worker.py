@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,15 @@ import numpy as np
 import torch
 import xxhash
 
+from earl_core.algorithms.importance import ImportanceCorrection, too_small
+from earl_core.algorithms.mismatch import UpdateRefused
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.experience.alike_groups import PROMPTS
 from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.data.prefixes import candidates, chosen
 from earl_core.learner.data.samples import LABEL, TRAINED, by_minibatch, training_samples
+from earl_core.learner.data.staleness import age_metrics, importance_metrics
 from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
 from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
@@ -42,9 +47,21 @@ from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.slices import slices_of
 from earl_core.trajectory.schema import OLD_LOGPROBS_SCHEMA
 from earl_core.weights.manifest import config_digest
+from earl_core.weights.probe import PREFIXES, Prefixes
 from earl_core.weights.publish import publish
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A rank's rows of an update. skipped: those that nobody computes. shards: of the scores that
+    were written. batch: the rows came from; None: there are none."""
+
+    samples: list[TrainingSample] = field(default_factory=list)
+    skipped: Skipped = field(default_factory=Skipped)
+    shards: list[ShardEntry] = field(default_factory=list)
+    batch: Batch | None = None
 
 
 class LearnerWorker(ModelWorker):
@@ -94,7 +111,8 @@ class LearnerWorker(ModelWorker):
         manifests: references to the rollout's, the reference's if there is one, and last the
         advantage's; or to that of demonstrations alone. link_bytes: see `Layout`.
         Returns the new policy version, the weights' digest, metrics, the shards this rank wrote,
-        and how many steps were applied in this call (0 when an earlier call had applied them).
+        `prefixes` of the batch for the probe of the new version, and how many steps were applied
+        in this call (0 when an earlier call had applied them).
         """
         iteration = self._context.iteration or 0
         trained, made = assigned(iteration)
@@ -115,8 +133,17 @@ class LearnerWorker(ModelWorker):
         return {**self._applied, "steps_applied": steps}
 
     @guarded("publish")
-    def publish(self, directory: str, policy_version: int, dtype: str) -> dict[str, Any]:
-        """Write the weights into shared memory; returns the dumped `WeightsManifest`."""
+    def publish(
+        self,
+        directory: str,
+        policy_version: int,
+        dtype: str,
+        prefixes: Sequence[dict[str, Any]] = (),
+    ) -> dict[str, Any]:
+        """Write the weights into shared memory; returns the dumped `WeightsManifest`.
+
+        prefixes: dumped `Prefixes`, after which the manifest's probe says the likeliest tokens.
+        """
         if self._dirty or policy_version != self._version:
             raise EarlError(
                 f"policy version {policy_version} was asked for, but the learner holds version "
@@ -132,7 +159,8 @@ class LearnerWorker(ModelWorker):
             adapter=self._learner.parallel.adapter,
             mesh=self._mesh,
         )
-        return manifest.model_dump(mode="json")
+        probe = self._learner.probe([Prefixes.model_validate(each) for each in prefixes])
+        return manifest.model_copy(update={"probe": probe}).model_dump(mode="json")
 
     @guarded("update")
     def save(self, directory: str) -> dict[str, Any]:
@@ -195,38 +223,21 @@ class LearnerWorker(ModelWorker):
             self._dirty = True
             fault_points.point(f"update.step{index}", iteration)
 
-        shards: list[ShardEntry] = []
-        skipped = Skipped()
         with ExitStack() as leases:
-            samples: list[TrainingSample] = []
-            old = None
-            # Without a row there is no shard: the update then is one without a step.
-            if self._manifests(manifests)[-1].shards:
-                skipped = self._skipped(manifests, iteration, link_bytes)
-                split = by_minibatch(
-                    self._config.minibatches(iteration),
-                    seed=self._config.seed,
-                    iteration=iteration,
-                    skipped=skipped.table,
-                )
-                out = skipped.table[:, 0]
-                columns = TRAINED if self._config.one_penalty else (*TRAINED, LABEL)
-                batch = self._open(manifests, columns, split, link_bytes, without=out)
-                leases.enter_context(batch)
-                if self._config.needs_old_logprobs and not self._config.imitates(iteration):
-                    shards, old = self._score(batch, iteration, leases)
-                samples = training_samples(batch, old, self._version, self._coefficient(iteration))
+            rows = self._rows(manifests, iteration, link_bytes, leases)
+            drawn = chosen(self._ranks.gather_json(candidates(rows.samples, iteration)))
+            stale = self._staleness(rows, iteration)
             watch = self._config.mismatch_watch
             metrics = self._learner.update(
-                samples,
+                rows.samples,
                 iteration=iteration,
-                skipped=skipped,
+                skipped=rows.skipped,
                 before_step=lambda mismatch: watch.check(mismatch, iteration),
                 on_step=on_step,
                 on_progress=self._report,
             )
             # Views must be gone before the batch gives its leases back.
-            del samples, old
+            rows.samples.clear()
         if self._mesh.device.type == "cpu":
             # Activations and gradients, which the engine can use until the next update.
             give_back_free_memory()
@@ -235,11 +246,57 @@ class LearnerWorker(ModelWorker):
         self._applied = {
             "policy_version": self._version,
             "digest": self._digest(),
-            "metrics": {**metrics, "seconds": time.perf_counter() - started}
+            "metrics": {**metrics, **stale, "seconds": time.perf_counter() - started}
             | self._reader.reads.spent(),
-            "shards": [entry.model_dump(mode="json") for entry in shards],
+            "shards": [entry.model_dump(mode="json") for entry in rows.shards],
+            PREFIXES: drawn,
         }
         return steps
+
+    def _rows(
+        self,
+        manifests: list[dict[str, Any]],
+        iteration: int,
+        link_bytes: float,
+        leases: ExitStack,
+    ) -> _Rows:
+        """Open the rows of the update, and score them where it needs that. They are views that must
+        go before the leases."""
+        if not self._manifests(manifests)[-1].shards:
+            # Without a row there is no shard: the update then is one without a step.
+            return _Rows()
+        skipped = self._skipped(manifests, iteration, link_bytes)
+        split = by_minibatch(
+            self._config.minibatches(iteration),
+            seed=self._config.seed,
+            iteration=iteration,
+            skipped=skipped.table,
+        )
+        columns = TRAINED if self._config.one_penalty else (*TRAINED, LABEL)
+        out = skipped.table[:, 0]
+        batch = leases.enter_context(self._open(manifests, columns, split, link_bytes, without=out))
+        shards: list[ShardEntry] = []
+        old = None
+        if self._config.needs_old_logprobs and not self._config.imitates(iteration):
+            shards, old = self._score(batch, iteration, leases)
+        samples = training_samples(batch, old, self._version, self._coefficient(iteration))
+        return _Rows(samples, skipped, shards, batch)
+
+    def _staleness(self, rows: _Rows, iteration: int) -> dict[str, float]:
+        """Measure how far the policy that sampled the rows is from the one that trains on them.
+        Raises UpdateRefused where the run file has a small effective sample size stop it."""
+        ranks, settings = Ranks(self._mesh, "data_parallel"), self._config.update
+        found = age_metrics(rows.batch, self._version, ranks)
+        correction = self._config.algorithm.importance_correction
+        if correction is not None and not self._config.imitates(iteration):
+            weigher = ImportanceCorrection(**correction.model_dump())
+            found |= importance_metrics(rows.samples, weigher, ranks)
+        text = too_small(found, settings.least_sample_size)
+        if text and settings.small_sample == "stop":
+            raise UpdateRefused(
+                f"{text}. The update of iteration {iteration} was stopped before its first step."
+            )
+        return found
 
     def _coefficient(self, iteration: int) -> Callable[[str], float] | None:
         """The KL coefficient of an environment's episodes; None: all have the same, or none."""

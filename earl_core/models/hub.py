@@ -8,12 +8,11 @@ from the working directory, and keeps the revision.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from earl_core.models.progress import Progress, quiet
+from earl_core.models.progress import Progress, quiet, ticking
 from earl_core.pretrained.model_directory import needed_files
 from earl_core.system.errors import EarlError
 
@@ -74,20 +73,12 @@ def _download(name: str, progress: Progress) -> Path:
 @contextmanager
 def _told(blobs: Path, total: int, progress: Progress) -> Iterator[None]:
     """Tell once a second how much lies in a folder into which something is downloaded."""
-    ended = threading.Event()
 
     def tell() -> None:
-        while True:
-            with suppress(OSError):
-                there = sum(file.stat().st_size for file in blobs.glob("*"))
-                progress({"MB_done": min(there, total) / 1e6, "MB": total / 1e6})
-            if ended.wait(1.0):
-                return
+        with suppress(OSError):
+            there = sum(file.stat().st_size for file in blobs.glob("*"))
+            progress({"MB_done": min(there, total) / 1e6, "MB": total / 1e6})
 
-    thread = threading.Thread(target=tell, name="earl-download", daemon=True)
-    thread.start()
-    try:
+    tell()
+    with ticking(tell):
         yield
-    finally:
-        ended.set()
-        thread.join()

@@ -83,7 +83,7 @@ def build(
         torch.manual_seed(seed)
         model = narrow_llama(tokenizer, hidden, layers, heads, max_position_embeddings)
         if told.games:
-            _warm_start(
+            warm_start(
                 model, tokenizer, told.games, warm_start_games, warm_start_learning_rate, progress
             )
         else:
@@ -236,7 +236,7 @@ def _sample(chat: ChatTokenizer, game: _Game, number: int) -> TrainingSample:
     )
 
 
-def _warm_start(
+def warm_start(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     games: list[_Game],
@@ -244,7 +244,7 @@ def _warm_start(
     learning_rate: float,
     progress: Progress,
 ) -> None:
-    """Supervised steps on the answers; the rate rises briefly, then falls to zero."""
+    """Supervised steps on the answers of the games; the rate rises briefly, then falls to zero."""
     steps = len(games) // games_per_step
     prepare_for_packing(model)
     chat = ChatTokenizer(tokenizer)

@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from earl_core.config.model import AdapterConfig, ModelConfig
-from earl_core.pretrained.adapter_directory import chosen, read_adapter_config
-from earl_core.pretrained.model_directory import read_model_shape, tensor_shapes
+from earl_core.pretrained.adapter_directory import (
+    CONFIG_FILE,
+    PAIRS_FILE,
+    chosen,
+    matrix_name,
+    pair_names,
+    read_adapter_config,
+)
+from earl_core.pretrained.model_directory import read_header, read_model_shape, tensor_shapes
 from earl_core.system.errors import ConfigError
 
 _IN_A_LAYER = re.compile(r"\.\d+\..*\.weight$")
+_WITHOUT_LINEAR_LAYERS = ("gpt2", "openai-gpt")
+_IN_A_STACK = re.compile(r"\.\d+\.")
 
 
 def check_adapter(model: ModelConfig) -> None:
     """Raise `ConfigError` where the model of `path` cannot have the adapter, by the headers of its
-    files; the learner, which knows its matrices, checks again."""
+    files; the learner, which knows its matrices, checks again. Likewise for a model that libraries
+    take for an adapter."""
+    directory = Path(model.path)
+    if (directory / CONFIG_FILE).exists():
+        # Where PEFT is installed, transformers loads the model that this file names instead.
+        raise ConfigError(
+            f"{directory} is a whole model, but has an {CONFIG_FILE}, by which libraries take it "
+            "for an adapter: move that file away"
+        )
     if model.adapter is None:
         return
-    directory = Path(model.path)
     shape = read_model_shape(directory)
     if shape.experts > 1:
         raise ConfigError(
             f"{directory} is a mixture of {shape.experts} experts, beside which no adapter is "
             "trained: leave model.adapter out, or choose a dense model"
         )
+    if shape.model_type in _WITHOUT_LINEAR_LAYERS:
+        raise ConfigError(
+            f"{directory} is a {shape.model_type} model, whose matrices are no linear layers "
+            "(transformers' Conv1D), beside which no adapter is trained: leave model.adapter out, "
+            "or choose another model"
+        )
+    names: list[str] = []
     if matrices := _matrices(directory):
-        chosen_matrices(model.adapter, matrices)
+        names, _ = chosen_matrices(model.adapter, matrices)
     if model.adapter.source is not None:
-        check_source(model.adapter, Path(model.adapter.source))
+        source = Path(model.adapter.source)
+        check_source(model.adapter, source)
+        # Files of several models, such as one of images, do not say which one is trained.
+        if len({_IN_A_STACK.split(name, maxsplit=1)[0] for name in names}) == 1:
+            _check_pairs(source, model.adapter.rank, {name: matrices[name] for name in names})
 
 
 def pairs_bytes(model: ModelConfig, dtype: str) -> int:
@@ -93,3 +121,45 @@ def check_source(adapter: AdapterConfig, directory: Path) -> None:
                 f"{directory} holds an adapter of {setting} {config.get(key)}, and model.adapter."
                 f"{setting} is {wanted:g}: set it to {config.get(key)}"
             )
+
+
+def _check_pairs(directory: Path, rank: int, matrices: Mapping[str, Sequence[int]]) -> None:
+    """Raise `ConfigError` unless the adapter in the directory has pairs of these matrices.
+
+    By the ends of their names and their sizes, because the files of a model may begin its names
+    otherwise than PEFT does.
+    """
+    header = read_header(directory / PAIRS_FILE)
+    found = Counter[tuple[str, str]]()
+    for name, entry in header.items():
+        if name != "__metadata__":
+            found[_kind(directory, name, entry["shape"])] += 1
+    expected = Counter[tuple[str, str]]()
+    for name, (out, into) in matrices.items():
+        for pair, shape in zip(pair_names(name), ((rank, into), (out, rank)), strict=True):
+            expected[_kind(directory, pair, shape)] += 1
+    told = [
+        f"{each.total()} tensors {what} (such as {' '.join(min(each))})"
+        for what, each in (
+            ("are missing", expected - found),
+            ("are not expected", found - expected),
+        )
+        if each
+    ]
+    if told:
+        raise ConfigError(
+            f"the adapter in {directory} belongs to another model or has other targets: "
+            f"{' and '.join(told)}: correct model.path or model.adapter"
+        )
+
+
+def _kind(directory: Path, pair: str, shape: Sequence[int]) -> tuple[str, str]:
+    """What an A or B of this name is: the end of its matrix's name and its own, and its sizes."""
+    try:
+        end = matrix_name(pair).removesuffix(".weight").rpartition(".")[2]
+    except ValueError as error:
+        raise ConfigError(
+            f"{directory}: {error}: take an adapter that has pairs beside linear layers only"
+        ) from error
+    side = pair.removesuffix(".weight").rpartition(".")[2]
+    return f"{end}.{side}", " x ".join(map(str, shape))

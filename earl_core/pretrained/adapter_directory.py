@@ -78,8 +78,12 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     try:
         config = dict(json.loads(read_text(path, str(path))))
     except OSError as error:
+        # Somebody may name the checkpoint, or the run.
+        places = (f"{ADAPTER_FOLDER}/", f"checkpoints/[0-9]*/{ADAPTER_FOLDER}/")
+        inside = [each for place in places for each in sorted(directory.glob(place + CONFIG_FILE))]
+        advice = f": name {inside[-1].parent}" if inside else ""
         raise ConfigError(
-            f"{directory} is no adapter of PEFT's format: it has no {CONFIG_FILE}"
+            f"{directory} is no adapter of PEFT's format: it has no {CONFIG_FILE}{advice}"
         ) from error
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
@@ -91,19 +95,37 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
                 f"{directory} holds an adapter with {key} {config[key]!r}, which is more than a "
                 "low-rank pair beside each matrix: begin from one without"
             )
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_MOVES_BASE):
+        raise ConfigError(
+            f"{directory} holds an adapter that began with init_lora_weights {begun!r}, which "
+            "changed the matrices of its model: have PEFT convert it (save_pretrained with "
+            "path_initial_model_for_weight_conversion), or begin from another one"
+        )
+    for key in ("r", "lora_alpha"):
+        value: Any = config.get(key)
+        if type(value) not in (int, float) or not value > 0 or (key == "r" and value % 1):
+            raise ConfigError(f"{path} has {value!r} as {key}, which is no size of a pair")
     if not (directory / PAIRS_FILE).is_file():
         raise ConfigError(f"{directory} has no {PAIRS_FILE}")
     return config
 
 
+_MOVES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
+"""Beginnings of PEFT's `init_lora_weights` with which the pairs belong to other matrices than the
+model's files have."""
+
 _PLAIN: dict[str, Any] = {
     "alora_invocation_tokens": None,
     "alpha_pattern": None,
+    "arrow_config": None,
     "bias": "none",
     "exclude_modules": None,
     "fan_in_fan_out": False,
+    "kasa_config": None,
     "layer_replication": None,
     "lora_bias": False,
+    "monteclora_config": None,
     "modules_to_save": None,
     "rank_pattern": None,
     "target_parameters": None,
@@ -118,7 +140,7 @@ _PLAIN: dict[str, Any] = {
 
 def is_adapter(directory: Path) -> bool:
     """Tell whether the directory holds an adapter, and no whole model."""
-    return (directory / CONFIG_FILE).is_file()
+    return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").is_file()
 
 
 def policy_in(checkpoint: Path) -> Path:

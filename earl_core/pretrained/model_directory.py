@@ -120,8 +120,12 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def needed_files(names: Sequence[str]) -> list[str]:
     """Choose from a repository's files: weights in one format, configuration, tokenizer, no
-    sub-folders."""
-    top = [name for name in names if PurePosixPath(name).parent == PurePosixPath(".")]
+    sub-folders, and no adapter that lies beside them."""
+    top = [
+        name
+        for name in names
+        if PurePosixPath(name).parent == PurePosixPath(".") and not name.startswith("adapter_")
+    ]
     weights = [name for name in top if name.endswith(".safetensors")]
     weights = weights or [name for name in top if name.startswith("pytorch_model")]
     return [name for name in top if name in weights or PurePosixPath(name).suffix in _READ]

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import logging
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -21,6 +22,7 @@ from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, most_running
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.errors import EngineLost, WeightSyncError
+from earl_core.rollout.probing import answered
 from earl_core.run.worker import RunWorker
 from earl_core.system.memory import OutOfMemory
 from earl_core.weights.manifest import WeightsManifest
@@ -51,6 +53,7 @@ class EngineWorker(RunWorker):
         self._engine: Engine | None = None
         self._chat: ChatTokenizer | None = None
         self._digest = ""
+        self._probe: dict[str, float] = {}
         self._directory: tuple[dict[str, Any], WeightsManifest] | None = None
         self._positions: int | None = None
 
@@ -74,8 +77,9 @@ class EngineWorker(RunWorker):
         checkpoint's.
 
         The first call, or `prepare`, builds the engine; weights are loaded only when version or
-        digest differ. Raises `WeightSyncError`, `EngineLost` or `OutOfMemory`; after a lost engine
-        the next call builds anew.
+        digest differ, and then the engine answers their probe: `probe` in the result has what
+        `probing.answered` found. Raises `WeightSyncError`, also where it answers as another model
+        would, `EngineLost` or `OutOfMemory`; after a lost engine the next call builds anew.
         """
         started = time.perf_counter()
         manifest = await self._described(weights)
@@ -88,6 +92,9 @@ class EngineWorker(RunWorker):
             self._digest = ""
             try:
                 await engine.play_under(manifest)
+                self._probe = await answered(engine, manifest.probe)
+                if unlike := self._config.mismatch_watch.unlike(self._probe, wanted[0]):
+                    raise WeightSyncError(unlike, engine_lost=True)
             except (EngineLost, OutOfMemory):
                 await self._drop_engine()
                 raise
@@ -100,6 +107,7 @@ class EngineWorker(RunWorker):
             "policy_version": engine.policy_version,
             "digest": self._digest,
             "loaded": loaded,
+            "probe": self._probe,
             "seconds": time.perf_counter() - started,
             "pids": engine.pids(),
             "max_model_len": engine.max_model_len,
@@ -129,7 +137,12 @@ class EngineWorker(RunWorker):
         model = self._config.model
         if model.adapter is None or is_adapter(path):
             return manifest_of_policy(path, version, model)
-        return publish_unchanged(model, self._run_directory / f"unchanged-{os.getpid()}", version)
+        return publish_unchanged(model, self._unchanged, version)
+
+    @property
+    def _unchanged(self) -> Path:
+        """The folder of such pairs, which goes with the engine."""
+        return self._run_directory / f"unchanged-{os.getpid()}"
 
     async def release_memory(self) -> None:
         """Give the engine's memory back; `ensure` must follow `restore_memory`."""
@@ -155,8 +168,10 @@ class EngineWorker(RunWorker):
 
     async def _drop_engine(self) -> None:
         engine, self._engine, self._digest = self._engine, None, ""
+        self._directory = None
         if engine is not None:
             await engine.stop()
+        await asyncio.to_thread(shutil.rmtree, self._unchanged, ignore_errors=True)
 
     def _processes(self) -> list[int]:
         """This process and those of its engine."""

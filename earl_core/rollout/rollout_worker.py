@@ -22,9 +22,8 @@ from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.environment_pools import EnvironmentPools
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOverflow, EngineLost
-from earl_core.rollout.held_out import evaluation_specs, suite_specs
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
-from earl_core.rollout.mixture import Draw
+from earl_core.rollout.mixture import Draw, evaluation_specs, suite_specs
 from earl_core.rollout.pass_rates import count_passes
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.rollout_stats import RolloutStats

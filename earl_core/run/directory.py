@@ -22,7 +22,6 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.config import ConfigError, RunConfig, dump_config
-from earl_core.config.stage_keys import look_up
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
@@ -47,15 +45,18 @@ from earl_core.run.checkpoints import (
 from earl_core.run.lock import RunLock
 from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
+    STALENESS,
     Journal,
     RunDamaged,
     changed_settings,
     check_not_copied,
     checked_uid,
+    given_in,
     place_of,
     played_in,
     read_record,
     settings_of,
+    staleness_over_iterations,
     write_record,
 )
 from earl_core.run.remote_stores import HostStores
@@ -81,7 +82,6 @@ class RunDirectory:
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
         self.config = config
-        self.versions = PolicyVersions(path, config.schedule.staleness)
         self._record_lock = threading.Lock()
         self._lock = RunLock(path)
         self._store_lock: FileLock | None = None
@@ -95,6 +95,8 @@ class RunDirectory:
         self.record: dict[str, Any] = self._open_record()
         check_not_copied(self.path, checked_uid(self.record, self.path), self.record.get("place"))
         self._check_same_run()
+        over = self.record, self.config.schedule.staleness, self.last_stable() + 1
+        self.versions = PolicyVersions(self.path, staleness_over_iterations(*over))
         self.store: ShardStore = run_store(self.path, self.config)
         self.stores = HostStores(self.store)
         self._store_lock = claim(self.store, self.path)
@@ -134,7 +136,7 @@ class RunDirectory:
         if "settings" not in self.record:
             return
         before, now = self.record["settings"], settings_of(self.config)
-        different = [part for part in _IDENTITY if _given(before, part) != _given(now, part)]
+        different = [part for part in _IDENTITY if given_in(before, part) != given_in(now, part)]
         if played_in(before) != played_in(now):
             different.append("environment")
         if different:
@@ -181,7 +183,9 @@ class RunDirectory:
         For whoever has found that the run can work with it: what is refused must not be stored.
         """
         write_atomic(self.path / "config.yaml", dump_config(self.config).encode())
-        self.update_record(settings=settings_of(self.config))
+        self.update_record(
+            settings=settings_of(self.config), **{STALENESS: self.versions.staleness}
+        )
 
     # Sealed stages
 
@@ -385,14 +389,6 @@ class RunDirectory:
         if self._store_lock is not None:
             self._store_lock.release()
         self._lock.release()
-
-
-def _given(settings: Mapping[str, Any], part: str) -> Any:
-    """Return a setting, of a section the keys that are set: a run may be older than a key."""
-    value = look_up(dict(settings), part)
-    if isinstance(value, Mapping):
-        return {name: each for name, each in value.items() if each is not None}
-    return value
 
 
 def _holds_something(path: Path) -> bool:

@@ -7,8 +7,9 @@ updates (which iteration made a version) and of published weights (which files c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,14 +42,14 @@ def assigned(iteration: int) -> UpdateVersions:
 
 class PolicyVersions:
     """The versions of one run. run: its directory, which is only read. staleness: its
-    `schedule.staleness`; only what is played depends on it.
+    `schedule.staleness` from which iteration on, ascending; only what is played depends on it.
 
     An iteration whose update is not sealed has the versions that are assigned to it. Manifests that
     are damaged count as if they were not there.
     """
 
-    def __init__(self, run: Path, staleness: int = 0) -> None:
-        self._run, self._staleness = run, staleness
+    def __init__(self, run: Path, staleness: Sequence[tuple[int, int]] = ((0, 0),)) -> None:
+        self._run, self.staleness = run, tuple(staleness)
 
     def update(self, iteration: int) -> UpdateVersions:
         """The versions of an iteration's update."""
@@ -65,15 +66,24 @@ class PolicyVersions:
 
     def played(self, iteration: int) -> int:
         """The version that the iteration's rollout is played with: the newest one, or the one that
-        was so `staleness` iterations ago."""
-        return self.before(iteration - self._staleness)
+        was so `staleness` iterations ago.
+
+        Where the staleness was raised, none is older than the one that the first rollout after the
+        change would have been played with before it: only such are kept.
+        """
+        version = INITIAL_VERSION
+        for (_, staleness), (until, _) in pairwise([*self.staleness, (iteration, 0)]):
+            version = max(version, self.before(min(until, iteration) - staleness))
+            if until > iteration:
+                break
+        return version
 
     def to_play(self, after: int) -> range:
         """The versions up to the one that iteration `after` made that rollouts of later iterations
         are played with, if these are stale; none where each is played with the newest."""
         newest = self.update(after).made
         # Rollouts that run ahead play the newest too, before a learner may hold it after a resume.
-        return range(self.played(after + 1), newest + (self._staleness > 0))
+        return range(self.played(after + 1), newest + (self._staleness_at(after + 1) > 0))
 
     def of_stage(self, iteration: int, stage: str) -> int:
         """The version that the stage's manifest names: what it evaluates, trains or publishes, or
@@ -112,6 +122,9 @@ class PolicyVersions:
             sealed = self._sealed(iteration, stage)
             if sealed is not None and "weights" in sealed.outputs:
                 yield sealed
+
+    def _staleness_at(self, iteration: int) -> int:
+        return next(each for since, each in reversed(self.staleness) if since <= iteration)
 
     def _sealed(self, iteration: int, stage: str) -> Manifest | None:
         with suppress(ManifestError):

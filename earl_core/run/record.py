@@ -24,6 +24,7 @@ from typing import Any
 import xxhash
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.config.stage_keys import look_up
 from earl_core.dispatch.segments.pool_directory import is_uid
 from earl_core.system.errors import EarlError
 from earl_core.system.files import (
@@ -103,6 +104,9 @@ def _same(one: Path, other: Path) -> bool:
 
 
 FORMAT = "earl.run/4"
+
+STALENESS = "staleness"
+"""In run.json: the run's staleness over its iterations."""
 
 _PLACE = ("name", "runs_directory")
 """Settings that say where a run lies: they follow it when it is moved."""
@@ -214,6 +218,14 @@ def played_in(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{name: each[name] for name in names if name in each} for each in played if each]
 
 
+def given_in(settings: Mapping[str, Any], part: str) -> Any:
+    """Return a setting, of a section the keys that are set: a run may be older than a key."""
+    value = look_up(dict(settings), part)
+    if isinstance(value, Mapping):
+        return {name: each for name, each in value.items() if each is not None}
+    return value
+
+
 def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:
     """List the settings that differ from those the run last worked with, each as `name: old →
     new`."""
@@ -224,6 +236,30 @@ def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:
         for name in sorted(before.keys() | now.keys())
         if _shown(before, name) != _shown(now, name)
     ]
+
+
+def staleness_over_iterations(
+    record: Mapping[str, Any], staleness: int, iteration: int
+) -> tuple[tuple[int, int], ...]:
+    """The run's staleness from which iteration on, ascending. staleness: what it is opened with.
+    iteration: the first that no STABLE checkpoint covers, where a change takes effect."""
+    before = noted_staleness(record)
+    if before is None:
+        return ((0, staleness),)
+    kept = tuple(each for each in before if each[0] < iteration)
+    if kept and kept[-1][1] == staleness:
+        return kept
+    return (*kept, (iteration if kept else 0, staleness))
+
+
+def noted_staleness(record: Mapping[str, Any]) -> tuple[tuple[int, int], ...] | None:
+    """The staleness that the run was opened with last, in that form; None: it was never."""
+    if STALENESS in record:
+        return tuple((int(since), int(value)) for since, value in record[STALENESS])
+    if "settings" not in record:
+        return None
+    # Runs of older releases have none.
+    return ((0, int(record["settings"].get("schedule", {}).get("staleness", 0))),)
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

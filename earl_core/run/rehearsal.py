@@ -8,6 +8,7 @@ spill.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,13 @@ from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import Spill, SpillError
 from earl_core.run.checkpoints import MARKER, holding_checkpoint, stable_checkpoints
 from earl_core.run.policy_versions import INITIAL_VERSION, PolicyVersions
-from earl_core.run.record import read_uid, write_record
+from earl_core.run.record import (
+    STALENESS,
+    read_record,
+    read_uid,
+    staleness_over_iterations,
+    write_record,
+)
 from earl_core.run.run_stores import run_store
 from earl_core.run.saved_versions import hand_over
 from earl_core.system.files import link_or_copy, make_directory, write_atomic
@@ -40,16 +47,17 @@ def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted:
             )
     _copy_checkpoint(run, iteration, target)
     uid = new_uid()
-    write_record(target, {"uid": uid, "attempts": 0})
-    store = run_store(target, wanted)
     staleness = config.schedule.staleness
+    over = staleness_over_iterations(read_record(run), staleness, iteration)
+    write_record(target, {"uid": uid, "attempts": 0, STALENESS: over})
+    store = run_store(target, wanted)
     for back, stage in ((1, "rollout"), (1, "update"), (1 + staleness, "reward")):
         with suppress(ManifestError):
             # Where the environments of a mixture stood, and the policy version that was made.
             before = _manifest(run, iteration - back, stage).model_copy(update={"shards": ()})
             _seal(target, before, uid)
     if staleness:
-        _copy_played(run, config, iteration, target, uid)
+        _copy_played(run, config, iteration, target, uid, over)
     sealed_here = sealed_path(run, iteration, "").parent.glob("*.json")
     made = {stage.name: stage.makes for stage in STAGES.values()}
     # Those of waves of prompts, too.
@@ -92,10 +100,17 @@ def _copy_checkpoint(run: Path, iteration: int, target: Path) -> None:
         shutil.copytree(source, target / "checkpoints" / name, copy_function=link_or_copy)
 
 
-def _copy_played(run: Path, config: RunConfig, iteration: int, target: Path, uid: str) -> None:
+def _copy_played(
+    run: Path,
+    config: RunConfig,
+    iteration: int,
+    target: Path,
+    uid: str,
+    staleness: Sequence[tuple[int, int]],
+) -> None:
     """Copy the weights that the iteration's rollout plays, where its checkpoint holds newer
     ones."""
-    versions = PolicyVersions(run, config.schedule.staleness)
+    versions = PolicyVersions(run, staleness)
     if (version := versions.played(iteration)) < versions.before(iteration):
         with suppress(ManifestError):
             published = _manifest(run, *versions.publication(version))

@@ -37,7 +37,8 @@ def run_store(run_directory: str | Path, config: RunConfig) -> ShardStore:
     """The shard store of the run in `run_directory`; its name is the run's uid."""
     uid = read_uid(run_directory)
     dispatch = config.dispatch
-    return ShardStore(Path(dispatch.directory) / uid, dispatch.max_bytes, dispatch.wait_seconds)
+    directory, limits = Path(dispatch.directory) / uid, (dispatch.max_bytes, dispatch.wait_seconds)
+    return ShardStore(directory, *limits, versions=config.schedule.versions)
 
 
 def run_spill(run_directory: str | Path, config: RunConfig) -> Spiller | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from earl_core.system.control_groups import processor_limit
 from earl_core.system.gpus import Gpu, visible_gpus
 from earl_core.system.memory import memory_limit
 from earl_core.system.processes import host_name
-from earl_core.system.processor import bf16_instructions, processor_name
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,48 @@ def _within_limit(cores: tuple[int, ...], gpus: bool) -> tuple[int, ...]:
     # Containers of one machine all see the same cores: not all of them are to take the first.
     first = 0 if gpus else zlib.crc32(host_name().encode()) % len(cores)
     return tuple(sorted((cores + cores)[first : first + max(1, math.ceil(limit))]))
+
+
+_INSTRUCTIONS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 BF16",
+    # Arm's name of them; no x86 processor has a flag of this name.
+    "bf16": "Arm's BF16 instructions",
+}
+"""Flags of processors that multiply bf16 faster than float32, the fastest first."""
+
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Variables that keep torch from using what there is."""
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """Return the name of the first core; where the kernel does not say, the kind of its
+    instructions."""
+    names = _values(root, "model name", "CPU part")
+    return names[0] if names else platform.machine()
+
+
+def bf16_instructions(root: Path = Path("/")) -> str:
+    """Name the instructions for bf16 that all cores have and torch may use, such as `AVX-512 BF16`;
+    empty where there are none, or the kernel does not say: then only a measurement tells how fast
+    bf16 is."""
+    flags = [set(line.split()) for line in _values(root, "flags", "Features")]
+    if not flags or instruction_limit():
+        return ""
+    common = set.intersection(*flags)
+    return next((name for flag, name in _INSTRUCTIONS.items() if flag in common), "")
+
+
+def instruction_limit() -> str:
+    """Return the limits that the environment sets on torch's instructions; empty: none."""
+    return " ".join(os.environ.get(name, "") for name in _LIMITS).strip()
+
+
+def _values(root: Path, *keys: str) -> list[str]:
+    """List the values of these keys over all cores; none where the kernel has no such file."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    pairs = (line.partition(":")[::2] for line in lines)
+    return [value.strip() for key, value in pairs if key.strip() in keys]

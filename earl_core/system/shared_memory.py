@@ -15,7 +15,7 @@ SMALL_BYTES = 2**30
 
 VERSIONS = 2
 """Sets of published weights that must fit beside each other: one is in use while the next is
-written."""
+written. Stale rollouts (`schedule.staleness`) play older ones, too."""
 
 SHARE = 0.75
 """Share that shards may take of the file system beside the weights, unless a number is given. vLLM,
@@ -70,12 +70,12 @@ class Room(NamedTuple):
         return f"{self.free / _GIB:.2g} of {self.size / _GIB:.2g} GiB are free in {self.place}"
 
 
-def shards_limit(max_bytes: int | None, size: int | None, version: int) -> int:
+def shards_limit(max_bytes: int | None, size: int | None, weights: int) -> int:
     """Bytes that shards may have on a file system of so many bytes (None: without a limit) beside
-    weights of `version` bytes. max_bytes: the number that was given."""
+    `weights` bytes of all versions. max_bytes: the number that was given."""
     if max_bytes is not None:
         return max_bytes
-    return sys.maxsize if size is None else int(SHARE * max(0, size - VERSIONS * version))
+    return sys.maxsize if size is None else int(SHARE * max(0, size - weights))
 
 
 def file_system_bytes(directory: Path) -> int | None:

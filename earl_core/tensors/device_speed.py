@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from earl_core.cluster.rank_process import WorkerContext
 from earl_core.deployment.shapes import DeviceFigures
 from earl_core.system.errors import ConfigError
+from earl_core.system.hardware import bf16_instructions
 from earl_core.system.memory import memory_limit
-from earl_core.system.processor import bf16_instructions
 
 PART_SECONDS = 0.5
 """Seconds of each of five parts, besides warming up."""

@@ -98,6 +98,8 @@ def adapter_manifest(
         raise ConfigError(
             f"{directory}: {error}: take an adapter that has pairs beside linear layers only"
         ) from error
+    if not pairs:
+        raise ConfigError(f"{file} holds no pairs")
     if noted and (digest := base_digest_of(base)) != noted:
         raise ConfigError(
             f"the adapter in {directory} was trained beside weights of digest {noted}, and {base} "
@@ -115,7 +117,7 @@ def adapter_manifest(
         adapter=AdapterEntry(
             rank=config["r"],
             alpha=config["lora_alpha"],
-            targets=tuple(_targets(config["target_modules"], pairs)),
+            targets=tuple(_targets(config.get("target_modules"), pairs)),
             base_digest=noted,
         ),
     )
@@ -152,13 +154,14 @@ def write_merged(directory: Path, base: Path, target: Path) -> None:
                     whole = (whole.float() + product).to(whole.dtype)
                 file.write(whole.contiguous().view(-1).view(torch.uint8).numpy().data)
     index = base / "model.safetensors.index.json"
-    if len(files) > 1:
+    # Some models have one of a single file, whose name nobody else knows.
+    if index.is_file():
         (target / index.name).write_bytes(index.read_bytes())
 
 
 def _targets(said: object, pairs: Collection[str]) -> list[str]:
     """PEFT takes a pattern as well; the pairs then say what it found."""
-    if isinstance(said, list):
+    if isinstance(said, list) and said:
         return sorted(map(str, said))
     return sorted({matrix_name(name).removesuffix(".weight") for name in pairs})
 

@@ -16,8 +16,13 @@ from earl_core.pretrained.architecture import model_config
 from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, open_file, tensors_in
-from earl_core.weights.manifest import TensorEntry, WeightFile, WeightsManifest, config_digest
-from earl_core.weights.seal import was_hashed
+from earl_core.weights.manifest import (
+    TensorEntry,
+    WeightFile,
+    WeightsManifest,
+    config_digest,
+    was_hashed,
+)
 
 
 def open_weights(

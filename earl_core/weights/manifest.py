@@ -7,6 +7,7 @@ and checkpoints exchange manifests only; the bytes stay where they were written.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from earl_core.pretrained.architecture import model_config
+from earl_core.weights.probe import ProbedRow
 
 _VOLATILE_CONFIG_KEYS = frozenset(
     {
@@ -83,6 +85,7 @@ class WeightsManifest(_Frozen):
     files and whoever wrote them.
     `config_digest` is empty when the publisher gave no model configuration. `adapter` is none where
     the tensors are a whole model's; an engine adds an adapter's to the model of `model.path`.
+    `probe` is empty where no batch was trained on.
     """
 
     schema_version: Literal[1] = 1
@@ -93,6 +96,7 @@ class WeightsManifest(_Frozen):
     digest: str
     config_digest: str = ""
     adapter: AdapterEntry | None = None
+    probe: tuple[ProbedRow, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> WeightsManifest:
@@ -131,3 +135,28 @@ def config_digest(config: Mapping[str, Any] | Path, trust_remote_code: bool = Fa
     kept = {key: value for key, value in fields.items() if key not in _VOLATILE_CONFIG_KEYS}
     text = json.dumps(kept, sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def mark_hashed(path: Path, digest: str) -> None:
+    """Say that the file's tensors have this digest, 32 hex digits, so that none of its readers
+    needs to hash it; before others can see it.
+
+    Who publishes it has hashed its bytes, and sets the file's time of change to one that follows
+    from the digest; whatever is written to the file afterwards sets it to the present, and a file
+    that was put in its place has another. A write through a mapping does not always set it, but
+    only the process that wrote the file has a writable mapping of it.
+    """
+    time = _time_of(digest)
+    os.utime(path, ns=(time, time), follow_symlinks=False)
+
+
+def was_hashed(path: Path, digest: str) -> bool:
+    """Tell whether somebody has hashed the file, found this digest, and nothing was written
+    since."""
+    return os.stat(path).st_mtime_ns == _time_of(digest)
+
+
+def _time_of(digest: str) -> int:
+    """Nanoseconds, in the years 1970 to 2003 that every file system knows."""
+    seconds, rest = int(digest[:8], 16) % 2**30, int(digest[8:16], 16) % 10**9
+    return seconds * 10**9 + rest

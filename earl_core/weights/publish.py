@@ -19,8 +19,13 @@ from earl_core.tensors.hashing import TensorHashes
 from earl_core.tensors.joint_file import digest_together, own_shares, write_shares
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, DTYPES, FileLayout, plan_layout, view
 from earl_core.tensors.slices import local_part, slices_of
-from earl_core.weights.manifest import AdapterEntry, TensorEntry, WeightFile, WeightsManifest
-from earl_core.weights.seal import mark_hashed
+from earl_core.weights.manifest import (
+    AdapterEntry,
+    TensorEntry,
+    WeightFile,
+    WeightsManifest,
+    mark_hashed,
+)
 
 
 def publish(

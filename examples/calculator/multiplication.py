@@ -2,6 +2,7 @@
 
 The prompt shows one to four examples of calls. With four SmolLM2-135M mostly calls from the
 beginning, with one or two never: there is something to learn, and something to learn it from.
+Without any it has to be shown: `demonstrations.py`.
 """
 
 import random
@@ -21,7 +22,8 @@ class Multiplication:
     `tools_used`. `step` gets the first answer without one, and ends the episode.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_examples: int = len(EXAMPLES)) -> None:
+        self._most = most_examples
         self._used: list[Message] = []
         self._product = self._examples = 0
 
@@ -30,9 +32,9 @@ class Multiplication:
         source = random.Random(f"multiplication/{prompt}")
         one, other = source.randint(11, 99), source.randint(11, 99)
         self._used, self._product = [], one * other
-        self._examples = 1 + prompt % len(EXAMPLES)
-        examples = [m for pair in EXAMPLES[: self._examples] for m in _example(*pair)]
-        return [{"role": "system", "content": RULES}, *examples, _asked(one, other)]
+        self._examples = 1 + prompt % self._most if self._most else 0
+        examples = [m for pair in EXAMPLES[: self._examples] for m in example(*pair)]
+        return [{"role": "system", "content": RULES}, *examples, asked(one, other)]
 
     def tools_used(self, messages: Sequence[Message]) -> None:
         """Take an answer with calls, and their results."""
@@ -51,16 +53,18 @@ class Multiplication:
         """Free what the episode holds."""
 
 
-def _asked(one: int, other: int) -> Message:
+def asked(one: int, other: int) -> Message:
+    """The question."""
     return {"role": "user", "content": f"What is {one} * {other}?"}
 
 
-def _example(one: int, other: int) -> list[Message]:
+def example(one: int, other: int) -> list[Message]:
+    """Question, call, result and answer."""
     called = FunctionCall(name="calculator", arguments={"expression": f"{one} * {other}"})
     call = ToolCall(id="1", type="function", function=called)
     result = str(one * other)
     return [
-        _asked(one, other),
+        asked(one, other),
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": result, "tool_call_id": "1", "name": "calculator"},
         {"role": "assistant", "content": result},

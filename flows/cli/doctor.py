@@ -14,8 +14,7 @@ from earl_core.control.ancestor import beginning
 from earl_core.system.errors import EarlError
 from earl_core.system.finding import Finding, Level, refused
 from flows.cli.checks.configuration import check_configuration, precision
-from flows.cli.checks.hosts import check_hosts
-from flows.cli.checks.machine import check_machine
+from flows.cli.checks.machine import check_hosts, check_machine
 from flows.cli.checks.packages import check_packages
 from flows.cli.checks.services import check_services
 from flows.cli.checks.shared_memory import check_shared_memory

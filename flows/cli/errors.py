@@ -130,7 +130,7 @@ def print_ending(run: Path, settings: RunConfig, used: Server, console: Console)
     text = learning_curve(run)
     if text:
         console.print(f"\nLearning curve of {run.name}", style="bold")
-        console.print(text, highlight=False)
+        console.print(text)
     evaluations = evaluations_of(run)
     if evaluations:
         console.print()
@@ -143,7 +143,7 @@ def print_ending(run: Path, settings: RunConfig, used: Server, console: Console)
     ):
         console.print(f"\n{heading}", style="bold")
         for what, command in lines:
-            console.print(f"  {what:<36} {command}", highlight=False, soft_wrap=True)
+            console.print(f"  {what:<36} {command}", soft_wrap=True)
 
 
 def learning_curve(run: Path) -> str:

@@ -34,7 +34,7 @@ def evaluate(
     found = find_checkpoint(path, config, checkpoint)
     console = make_console(quiet=show in ("quiet", "json"))
     for text in found.damaged:
-        console.print(text, style="yellow", highlight=False)
+        console.print(text, style="yellow")
     result = FlowCommand(config.runs_directory).run(
         "evaluate",
         make_display(console, show),

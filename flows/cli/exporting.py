@@ -41,18 +41,18 @@ def export(run: str, runs_directory: str, to: str, checkpoint: str, output: Path
 
     console = make_console()
     for text in found.damaged:
-        console.print(text, style="yellow", highlight=False)
+        console.print(text, style="yellow")
     lines, ancestors = iterations_of(path), lineage(read_record(path))
     library = "peft" if to == "adapter" else "transformers"
     card = model_card(
         config, found.version, found.label, lines, evaluations, ancestors, library=library
     )
     files = export_policy(fill, found.marker, target, card)
-    console.print(f"{target}: {found.label} of {config.name}", highlight=False)
-    console.print(f"  {', '.join(files)}", highlight=False)
+    console.print(f"{target}: {found.label} of {config.name}")
+    console.print(f"  {', '.join(files)}")
     loader = "AutoPeftModelForCausalLM" if to == "adapter" else "AutoModelForCausalLM"
-    console.print(f'  {loader}.from_pretrained("{target}") loads it', highlight=False)
-    console.print("  README.md names no license: put yours in", highlight=False)
+    console.print(f'  {loader}.from_pretrained("{target}") loads it')
+    console.print("  README.md names no license: put yours in")
 
 
 def _merge(adapter: Path, model: ModelConfig, target: Path) -> None:

@@ -139,7 +139,7 @@ def play(
     checkpoint = find_checkpoint(path, config, which)
     console = make_console()
     for text in checkpoint.damaged:
-        console.print(text, style="yellow", highlight=False)
+        console.print(text, style="yellow")
     if games is None and not (console.is_terminal and sys.stdin.isatty()):
         games = 1
     # A game that a person cannot join is refused before the model is loaded.

@@ -46,7 +46,7 @@ def serve(
         secret = path / _FILE
     console = make_console()
     for text in checkpoint.damaged:
-        console.print(text, style="yellow", highlight=False)
+        console.print(text, style="yellow")
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
@@ -58,8 +58,8 @@ def serve(
     console.print(f"Loading {checkpoint.label} of {path.name} …", style="dim")
     try:
         with PolicyPlayer(config, checkpoint) as player:
-            console.print(f"base_url: http://127.0.0.1:{port}/v1", highlight=False)
-            console.print(f"api_key:  in {place}", highlight=False)
+            console.print(f"base_url: http://127.0.0.1:{port}/v1")
+            console.print(f"api_key:  in {place}")
             console.print("Ctrl-C ends it.", style="dim")
             player.serve(port, key, temperature)
     except KeyboardInterrupt:

@@ -41,8 +41,7 @@ def print_result(result: dict[str, Any], minutes: float, console: Console) -> No
         console.print(
             f"\nThis profile is finished: {points} in {spent}, with nothing left that "
             f"fits {minutes:g} minutes and might change a choice. To measure more, give more "
-            "--minutes; to measure again, remove the file.",
-            highlight=False,
+            "--minutes; to measure again, remove the file."
         )
     console.print(Text.assemble(("\nMeasured", "bold"), f" ({points}, {spent})"))
     console.print(rows_table(result["measured"]))
@@ -54,5 +53,5 @@ def print_result(result: dict[str, Any], minutes: float, console: Console) -> No
         console.print(Text.assemble(heading, ", each measured peak predicted from the others"))
         console.print(rows_table(result["memory_errors"]))
     for failure in result["failures"]:
-        console.print(f"Left out: {failure}", style="yellow", highlight=False)
-    console.print(f"\nProfile: {result['path']}", highlight=False, soft_wrap=True)
+        console.print(f"Left out: {failure}", style="yellow")
+    console.print(f"\nProfile: {result['path']}", soft_wrap=True)

@@ -40,7 +40,7 @@ def list_shards(directory: Path) -> None:
     console = make_console()
     stores = list(list_stores(directory))
     if not stores:
-        console.print(f"Nothing in {directory}.", highlight=False)
+        console.print(f"Nothing in {directory}.")
         return
     rows = [
         {
@@ -92,8 +92,7 @@ def show_shard(shard: str, row: int, runs_directory: str) -> None:
             _show_file(path, row, console)
         else:
             console.print(
-                f"{path} is gone: shards are released once a checkpoint covers their iteration.",
-                highlight=False,
+                f"{path} is gone: shards are released once a checkpoint covers their iteration."
             )
 
 
@@ -151,14 +150,14 @@ def _print_batch(path: Path, batch: pa.RecordBatch, row: int, console: Console) 
     console.print(rows_table(rows))
     for key, value in (batch.schema.metadata or {}).items():
         text = f"{key.decode(errors='replace')}: {value.decode(errors='replace')}"
-        console.print(text, style="dim", highlight=False)
+        console.print(text, style="dim")
     if row >= batch.num_rows:
         raise ConfigError(f"row {row} does not exist: {path} has {plural(batch.num_rows, 'row')}")
-    console.print(f"\nRow {row} of {batch.num_rows}:", style="bold", highlight=False)
+    console.print(f"\nRow {row} of {batch.num_rows}:", style="bold")
     for name in batch.schema.names:
         value = batch.column(name)[row].as_py()
         text = _list_text(value) if isinstance(value, list) else str(value)
-        console.print(f"  {name:<22}{text}", highlight=False)
+        console.print(f"  {name:<22}{text}")
 
 
 def _list_text(values: list[Any]) -> str:

@@ -45,7 +45,7 @@ def show_status(runs_directory: str, as_json: bool) -> None:
     if found["runs"]:
         console.print(rows_table([_run_row(row) for row in found["runs"]]))
     else:
-        console.print(f"No runs in {runs}/.", highlight=False)
+        console.print(f"No runs in {runs}/.")
     console.print()
     rows = found["shared_memory"]
     if rows:

@@ -21,7 +21,7 @@ from earl_core.dispatch import Manifest, ManifestError
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
-from tasks.reports.selector_chart import selector_chart
+from tasks.reports.chart import selector_chart
 from tasks.tracking.inputs import played_inputs
 from tasks.tracking.metric_catalogue import described, for_mlflow
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers

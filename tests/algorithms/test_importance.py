@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 
-from earl_core.algorithms.importance import (
-    WEIGHED,
-    ImportanceCorrection,
-    weight_counts,
-    weight_metrics,
-)
+from earl_core.algorithms.importance import ImportanceCorrection, too_small, weight_metrics
 
 TRAINER = [-1.0, -0.2, -3.0, -0.5, -2.0]
 ENGINE = [-2.0, -0.1, -1.0, -0.5, -2.5]
@@ -47,12 +43,16 @@ def test_weights_equal_a_plain_loop(
     assert correction.token_wise == (level == "token")
 
 
-def test_metrics_of_parts_are_those_of_the_whole() -> None:
-    weights = torch.tensor([0.0, 1.0, 2.0, 0.5])
-    parts = [weight_counts(weights[:1]), weight_counts(weights[1:])]
-    found = weight_metrics(*(sum(part[name] for part in parts) for name in WEIGHED))
+def test_effective_sample_sizes_by_token_and_by_episode() -> None:
+    weights = np.array([0.0, 1.0, 2.0, 0.5])
+    found = weight_metrics(weights, np.array([1.0, 0.5]))
     assert found == {
         "importance_weight_mean": pytest.approx(3.5 / 4),
         "importance_masked_share": pytest.approx(1 / 4),
         "importance_sample_share": pytest.approx(3.5**2 / (5.25 * 4)),
+        "importance_episode_share": pytest.approx(1.5**2 / (1.25 * 2)),
     }
+    assert too_small(found, 0.58) == ""
+    assert "size of 58.3% of the tokens and 90.0% of the episodes" in too_small(found, 0.6)
+    assert weight_metrics(np.empty(0), np.empty(0)) == {}
+    assert too_small({}, 0.9) == ""

@@ -14,7 +14,7 @@ from earl_core.control.hardware import read_hardware
 from earl_core.control.precision import decide
 from earl_core.dispatch.segments.pool_directory import write_mark
 from earl_core.system.finding import Finding
-from flows.cli.checks import gpus, packages
+from flows.cli.checks import machine, packages
 from flows.cli.checks.configuration import check_configuration
 from flows.cli.checks.machine import check_machine
 from flows.cli.checks.services import check_services
@@ -173,8 +173,8 @@ def test_the_driver_must_know_the_cuda_of_torch(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: str, knows: int, advice: str
 ) -> None:
     install(monkeypatch, Machine([H100] * 2, driver=driver, cuda=knows))
-    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: cuda)
-    found = list(gpus.check_gpus(read_hardware()))
+    monkeypatch.setattr(machine, "cuda_of_torch", lambda: cuda)
+    found = list(machine.check_gpus(read_hardware()))
     assert found[0].text == "2 x NVIDIA H100 80GB HBM3, 80 GiB each, 2 joined by NVLink"
     blocking = [finding for finding in found if finding.level == "blocks"]
     assert len(blocking) == bool(advice)
@@ -185,19 +185,21 @@ def test_what_triton_builds_with_must_be_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install(monkeypatch, Machine([H100]))
-    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.setattr(machine, "cuda_of_torch", lambda: "13.0")
     monkeypatch.delenv("CC", raising=False)
     # As triton itself looks for them.
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: "/usr/bin/clang" * (name == "clang"))
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/clang" * (name == "clang"))
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(gpus.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
 
     def warned() -> list[str]:
-        return [each.text for each in gpus.check_gpus(read_hardware()) if each.level == "warning"]
+        return [
+            each.text for each in machine.check_gpus(read_hardware()) if each.level == "warning"
+        ]
 
     assert not any("triton" in text for text in warned())
     (tmp_path / "Python.h").unlink()
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     compiler, headers = (text for text in warned() if "triton" in text)
     assert "no C compiler" in compiler
     assert "Python.h is missing" in headers
@@ -209,14 +211,14 @@ def test_torch_says_in_a_file_what_it_was_built_for(
 ) -> None:
     import torch
 
-    assert gpus.cuda_of_torch() == torch.version.cuda
+    assert machine.cuda_of_torch() == torch.version.cuda
     for line, cuda in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8")):
         (tmp_path / "torch").mkdir(exist_ok=True)
         (tmp_path / "torch" / "__init__.py").touch()
         (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\n")
         spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
-        assert gpus.cuda_of_torch() == cuda
+        assert machine.cuda_of_torch() == cuda
 
 
 def test_a_driver_that_does_not_answer_blocks(

@@ -110,6 +110,19 @@ class OwnLoss(PolicyLoss):
             with_(algorithm={"policy_loss": "dppo", "importance_correction": {"cap": 2.0}}),
             "'dppo' corrects for the engine's log-probs itself",
         ),
+        (with_(schedule={"staleness": 1}), "and nothing corrects for that: set"),
+        (
+            with_(schedule={"staleness": 1}, algorithm={"policy_loss": "gspo"}),
+            "algorithm.importance_correction",
+        ),
+        (
+            with_(schedule={"staleness": 8}, algorithm={"policy_loss": "dppo"}),
+            "schedule.staleness",
+        ),
+        (
+            with_(iterations=3, schedule={"staleness": 3}, algorithm={"policy_loss": "dppo"}),
+            ": lower it, or raise iterations",
+        ),
         (
             with_(
                 algorithm={"kl": {"placement": "loss", "coefficient": 0.1}},

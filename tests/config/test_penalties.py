@@ -68,3 +68,5 @@ def test_a_gate_is_played_in_every_evaluation() -> None:
     assert gated.gates == ("first",)
     with pytest.raises(ConfigError, match="is a gate and is left out of evaluations"):
         parse_config({**base, "evaluation": {"every": 1, "suites": [{**suite, "every": 2}]}})
+    with pytest.raises(ConfigError, match=r"is a gate, and evaluation\.every is 0, so no check"):
+        parse_config({**base, "evaluation": {"suites": [suite]}})

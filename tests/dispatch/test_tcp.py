@@ -20,9 +20,8 @@ from earl_core.dispatch.remote import (
     TransportError,
     protocol,
 )
-from earl_core.dispatch.remote.connection import Connection
+from earl_core.dispatch.remote.connection import Connection, Question
 from earl_core.dispatch.remote.range_server import RangeServer
-from earl_core.dispatch.remote.read_requests import Question
 from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from earl_core.dispatch.remote.transport import Range
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, soon, whole

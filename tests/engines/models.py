@@ -57,11 +57,12 @@ def reference_logprobs(
     directory: Path, prompt: Sequence[int], answer: Sequence[int], temperature: float
 ) -> list[float]:
     """Log-probs of the answer by one plain float32 forward pass, no cache, no batch."""
-    return model_logprobs(_read(directory), prompt, answer, temperature)
+    return model_logprobs(read(directory), prompt, answer, temperature)
 
 
 @lru_cache(maxsize=4)
-def _read(directory: Path) -> PreTrainedModel:
+def read(directory: Path) -> PreTrainedModel:
+    """The model of a directory, in float32."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 

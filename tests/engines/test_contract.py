@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.rollout.engines.engine import (
     Completion,
 )
 from earl_core.rollout.errors import (
     WeightSyncError,
 )
+from earl_core.rollout.probing import answered
 from earl_core.system.memory import resident_bytes
 from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.load import manifest_from_directory
@@ -27,8 +30,10 @@ from tests.engines.models import (
     make,
     model_logprobs,
     prompt_of,
+    read,
     reference_logprobs,
 )
+from tests.engines.probes import probe_of
 from tests.engines.starting import ENGINES, start
 
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((5, 17, 40, 9, 33, 64, 21, 3))]
@@ -392,3 +397,64 @@ def test_weights_that_are_not_the_models_are_refused(
     assert not caught.value.engine_lost
     assert driver.engine.policy_version == version
     assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]
+
+
+LONG = [prompt_of(90 + seed, length) for seed, length in enumerate((40, 71, 39))]
+"""Prompts of more than a block of a prefix cache."""
+
+
+def test_a_probe_tells_the_version_that_is_loaded_from_another(
+    driver: Driver, tmp_path: Path
+) -> None:
+    old = manifest_from_directory(driver.directory, driver.engine.policy_version or 0)
+    former, model = read(driver.directory), make("llama_tied", tmp_path / "new", seed=9)
+    new = publish(model.state_dict(), tmp_path / "published", 61, "float32")
+    of_old, of_new = probe_of(former, [*PROMPTS, *LONG]), probe_of(model, [*PROMPTS, *LONG])
+    watch, before = MismatchWatch(float32=True), _batch(driver)
+    right = driver.run(answered(driver.engine, of_old))
+    assert right["probe_mismatch_max"] < 2e-4
+    assert right["probe_other_share"] == 0.0
+    assert watch.unlike(right, 3) is None
+    assert watch.warning(right, 3) is None
+    assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]
+    driver.run(driver.engine.play_under(new))
+    assert watch.unlike(driver.run(answered(driver.engine, of_new)), 61) is None
+    found = watch.unlike(driver.run(answered(driver.engine, of_old)), 61)
+    assert found is not None
+    assert "does not answer as policy version 61 does" in found
+    driver.run(driver.engine.play_under(old))
+    # One that is too long for the engine is not asked.
+    assert driver.run(answered(driver.engine, probe_of(former, [prompt_of(1, POSITIONS)])))
+    assert driver.run(answered(driver.engine, ())) == {}
+
+
+def test_a_probe_catches_a_stale_prefix_cache(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if driver.engine.lockstep:
+        pytest.skip("its sequences share no prefixes")
+    old = manifest_from_directory(driver.directory, driver.engine.policy_version or 0)
+    model = make("llama_tied", tmp_path / "new", seed=9)
+    new = publish(model.state_dict(), tmp_path / "published", 62, "float32")
+    driver.generate([request(index, prompt) for index, prompt in enumerate(LONG)])
+    vllm: Any = driver.engine
+    with monkeypatch.context() as broken:
+        pause = vllm._engine.pause_generation
+        broken.setattr(vllm._engine, "reset_prefix_cache", _done)
+        broken.setattr(
+            vllm._engine,
+            "pause_generation",
+            lambda mode, clear_cache: pause(mode=mode, clear_cache=False),
+        )
+        driver.run(driver.engine.play_under(new))
+    found = driver.run(answered(driver.engine, probe_of(model, LONG)))
+    assert MismatchWatch(float32=True).unlike(found, 62) is not None
+    driver.run(driver.engine.play_under(old))
+    driver.run(driver.engine.play_under(new))
+    found = driver.run(answered(driver.engine, probe_of(model, LONG)))
+    assert MismatchWatch(float32=True).unlike(found, 62) is None
+    driver.run(driver.engine.play_under(old))
+
+
+async def _done() -> bool:
+    return True

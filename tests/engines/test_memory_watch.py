@@ -12,8 +12,8 @@ import pytest
 from earl_core.cluster.errors import Raised, Where, WorkerCallFailed
 from earl_core.config.rollout import VllmConfig
 from earl_core.control.failure_diagnosis import diagnose
-from earl_core.rollout.engines import memory_watch
-from earl_core.rollout.engines.memory_watch import MemoryWatch
+from earl_core.rollout.engines import processes
+from earl_core.rollout.engines.processes import MemoryWatch
 from earl_core.rollout.errors import ContextOverflow
 from earl_core.selector.choice.policy import select
 from earl_core.selector.profile.observations import Observation, forbidden_of
@@ -120,7 +120,7 @@ def test_a_gpu_that_others_fill_has_select_choose_again(log: Callable[[str], obj
 
 def test_a_kill_counts_when_the_kernel_counted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, kills = MemoryWatch(), 0
-    monkeypatch.setattr(memory_watch, "out_of_memory_kills_since", lambda before: kills)
+    monkeypatch.setattr(processes, "out_of_memory_kills_since", lambda before: kills)
     assert watch.problem(KILLED, "starting vLLM") is None
     kills = 1
     assert watch.problem(KILLED, "starting vLLM") is not None

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
 from earl_core.rollout.engines import slot_cache, torch_engine
-from earl_core.rollout.engines.counter_random import sample, uniform
 from earl_core.rollout.engines.engine import (
     Completion,
 )
+from earl_core.rollout.engines.sampling import sample, uniform
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.errors import (
     EngineError,

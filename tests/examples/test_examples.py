@@ -5,6 +5,7 @@ One small model plays all of them, in this process; the hosts of environments an
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from earl_core.config import load_config
+from earl_core.environments.registry import create
 from earl_core.run.record import read_lines
 from flows.debug import Debugged, opened_here
 from tests.examples.phrases import called, phrase_model
@@ -52,20 +54,54 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return copy
 
 
+def _trained(file: str, tmp_path: Path, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of two iterations, each of which had a gradient."""
+    config = load_config(file, [*SMALL, *overrides, f"dispatch.directory={tmp_path / 'shm'}"])
+    with opened_here(config, lambda *_: None) as controller:
+        for number in range(2):
+            assert Debugged(controller, number).whole()["update"].metrics["grad_norm"] > 0
+    return read_lines(Path("runs") / config.name / "metrics.jsonl")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", NAMES, indirect=True)
 def test_an_example_trains(folder: Path, model: Path, tmp_path: Path) -> None:
     if (folder / "make_data.py").exists():
         subprocess.run([sys.executable, "make_data.py"], check=True)
-    here = (f"model.path={model}", f"dispatch.directory={tmp_path / 'shm'}")
-    config = load_config("run.yaml", [*SMALL, *here])
-    with opened_here(config, lambda *_: None) as controller:
-        for number in range(2):
-            assert Debugged(controller, number).whole()["update"].metrics["grad_norm"] > 0
-    lines = read_lines(Path("runs") / config.name / "metrics.jsonl")
+    lines = _trained("run.yaml", tmp_path, f"model.path={model}")
     assert len(lines) == 2
     assert all(line["rollout/episodes"] == 32 for line in lines)
     assert all(line["reward/std"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["word_guessing"], indirect=True)
+def test_an_example_begins_with_demonstrations(folder: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "demonstrations.py", "--games", "8"], check=True)
+    imitated, played = _trained(
+        "warm_start.yaml", tmp_path, "model.path=tiny", "model.builder=earl_core.models.tiny:build",
+        "model.builder_options={hidden: 32, layers: 2, warm_start_steps: 10}",
+        "imitation.iterations=1", "imitation.episodes_per_iteration=8", "imitation.minibatches=2",
+    )  # fmt: skip
+    assert imitated["demonstrate/demonstrations"] == 8
+    assert played["rollout/episodes"] == 32
+
+
+@pytest.mark.parametrize("folder", ["calculator"], indirect=True)
+def test_the_demonstrations_of_calls_are_right(folder: Path) -> None:
+    subprocess.run([sys.executable, "demonstrations.py", "--chats", "8"], check=True)
+    config = load_config("warm_start.yaml")
+    lines = Path("demonstrations.jsonl").read_text().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines]
+    assert len(chats) == 8
+    for _, question, call, result, answer in chats:
+        one, _, other = question["content"].removesuffix("?").split()[2:]
+        expression = call["tool_calls"][0]["function"]["arguments"]["expression"]
+        assert expression == f"{one} * {other}"
+        assert int(answer["content"]) == int(result["content"]) == int(one) * int(other)
+    assert config.imitation is not None
+    made = create(config.environment.played, config.environment.options)
+    assert [each["role"] for each in made.reset(0, 0)] == ["system", "user"]
 
 
 def test_the_agent_is_the_same_beside_a_server_and_without() -> None:

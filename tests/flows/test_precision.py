@@ -5,7 +5,7 @@ from __future__ import annotations
 import yaml
 
 from earl_core.run.record import read_record
-from earl_core.system.processor import bf16_instructions
+from earl_core.system.hardware import bf16_instructions
 from tests.flows.runs import Runs
 
 AUTO = ["rollout.dtype=auto", "update.precision=auto", "iterations=1"]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from earl_core.models.progress import ticking
 from flows import running
-from flows.progress import Pace, ticking
+from flows.progress import Pace
 
 
 class Clock:

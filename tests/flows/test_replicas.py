@@ -7,24 +7,31 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow as pa
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
+from earl_core.control.engine_jobs import deal
+from earl_core.control.engine_turns import EngineTurns
+from earl_core.control.failure_diagnosis import ReplicasLost
 from earl_core.control.learner import call_learner, ensure_learner
 from earl_core.control.prompt_waves import whole_iteration
-from earl_core.control.replicas import ReplicasLost, deal, play_evaluation, play_rollout
+from earl_core.control.replicas import play_evaluation, play_rollout
 from earl_core.control.run_controller import RunController, close_controller, open_controller
 from earl_core.control.stage_execution import judge
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.weights.load import manifest_from_directory
+from earl_core.weights.publish import publish
 from tasks.stage import run_stage
 from tasks.tracking.tracker import Tracker
 
@@ -167,6 +174,41 @@ def test_engines_come_and_go_and_change_nothing(
     notes = [x["event"] for x in controller.run.ledger() if "was lost" in x["event"]]
     assert len(notes) == 3
     assert all("signal 9" in note for note in notes)
+
+
+def test_an_engine_goes_on_to_the_next_rollout_and_comes_back(
+    opened: Opened, weights: Manifest, tiny_model: Path, tmp_path: Path
+) -> None:
+    """For a share of an engine that is lost, under the version of the rollout before."""
+    options = {"held": [PROMPTS - 1], "folder": str(tmp_path)}
+    controller = opened({"name": "tests.rollout.environments:HeldGame", "options": options})
+    tensors = load_file(tiny_model / "model.safetensors")
+    other = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in tensors.items()}
+    published = publish(other, tmp_path / "weights", 1, "float32").model_dump(mode="json")
+    newer = weights.model_copy(update={"outputs": {"weights": published}})
+    alone = [played(controller, engines(2), k, each) for k, each in enumerate((weights, newer))]
+    for each in alone:
+        each["rows"] = rows(controller, each)
+    left = threading.Event()
+    controller.turns = EngineTurns(lambda iteration: left.set())
+    (tmp_path / "hold").touch()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(played, controller, engines(2), 0, weights)
+        assert left.wait(60)
+        ahead = played(controller, engines(2), 1, newer)
+        assert not first.done()
+        kill_the_held_engine(controller, tmp_path)
+        assert_equal(controller, first.result(60), alone[0])
+    assert first.result()["metrics"]["replicas_lost"] == 1
+    told = [
+        [(row["episode_id"], row["tokens"]) for row in each]
+        for each in (rows(controller, ahead), alone[1]["rows"])
+    ]
+    assert told[0] == told[1]
+    # The versions do not play alike.
+    assert [row["tokens"] for row in alone[0]["rows"]] != [
+        row["tokens"] for row in alone[1]["rows"]
+    ]
 
 
 def kill_the_idle_engine_too(controller: RunController, folder: Path) -> None:

@@ -16,8 +16,9 @@ from earl_core.environments.adapters.data_set import read_rows
 from earl_core.environments.base import Message
 from earl_core.imitation.chats import Chats, samples_of
 from earl_core.imitation.demonstration_worker import ANY_ROW
+from earl_core.imitation.messages import read_messages
 from earl_core.rollout.chat.chat import ChatTokenizer
-from earl_core.rollout.chat.tool_calls import Tools
+from earl_core.rollout.chat.tool_calls import Tools, call_id
 from tests.conformance.templates import PUBLISHED, tokenizer_of
 from tests.rollout import chat_models as make
 from tests.rollout.tool_templates import FAMILIES
@@ -203,7 +204,51 @@ def test_rows_are_read_as_data_sets_of_prompts_are(tmp_path: Path, suffix: str) 
     assert json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0]) == CALL
 
 
+def test_a_table_adds_no_argument_to_a_call(tmp_path: Path) -> None:
+    """Its calls have one type, so that each has the arguments of all; null stays where the tool
+    takes it."""
+    say = {"type": "function", "function": {"name": "say", "parameters": {
+        "type": "object", "properties": {"text": {"type": ["string", "null"]}},
+    }}}  # fmt: skip
+    tools = json.dumps([SCHEMA, say])
+    rows = [
+        {"messages": [user("?"), calling("add", {"a": 1})], "tools": tools},
+        {"messages": [user("?"), calling("say", {"text": None})], "tools": tools},
+    ]
+    found = chats(written(tmp_path / "rows.parquet", *rows))
+    texts = [trained(found._chat, found.episode(at).samples)[0] for at in range(2)]
+    calls = [json.loads(each.partition("<tool_call>")[2].partition("</")[0]) for each in texts]
+    assert [call["arguments"] for call in calls] == [{"a": 1}, {"text": None}]
+
+
+def calling(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    call = {"function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def test_calls_and_results_without_ids_have_those_of_a_rollout() -> None:
+    twice = calling("add", {"a": 1})
+    twice["tool_calls"] = twice["tool_calls"] * 2
+    results = [{"role": "tool", "content": text} for text in "12"]
+    named = {"role": "tool", "content": "3", "tool_call_id": "own", "name": "mine"}
+    other = calling("say", {})
+    other["tool_calls"][0]["id"] = "own"
+    said = read_messages({"messages": [user("?"), twice, *results, other, named]}, "messages")
+    ids = [call["id"] for each in said for call in each.get("tool_calls", ())]
+    assert ids == [call_id(0), call_id(1), "own"]
+    told = [(each["tool_call_id"], each["name"]) for each in said if each["role"] == "tool"]
+    assert told == [(call_id(0), "add"), (call_id(1), "add"), ("own", "mine")]
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "reasoning apart": (
+        {"messages": [user("a"), {**assistant("b"), "reasoning_content": "hm"}]},
+        r"has in messages\[1\] an answer with reasoning_content, which would be left out: write",
+    ),
+    "an answer that is not to be learnt": (
+        {"messages": [user("a"), {**assistant("b"), "weight": 0}]},
+        r"has in messages\[1\] an answer with weight 0, and every answer of a chat is learnt",
+    ),
     "nobody answers": ({"messages": [user("a")]}, "has no turn of the assistant, so there is"),
     "no column": ({"message": []}, r"has no column 'messages', it has message: .*did you mean"),
     "no list": ({"messages": "a"}, "has in the column 'messages' no list of messages"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from earl_core.config import ConfigError
 from earl_core.config.imitation import ImitationConfig
-from earl_core.imitation.kept import KeptEpisodes
+from earl_core.imitation.kept import KeptEpisodes, check_tokens
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import write_episodes
 from earl_core.trajectory.samples import Episode
@@ -88,3 +89,19 @@ def test_a_run_that_has_nothing_to_imitate_is_named(run: Path, tmp_path: Path) -
     told = ImitationConfig(run=str(run), iterations=1)
     with pytest.raises(ConfigError, match=r"episode 2 of .* has tokens beyond the 12 of the model"):
         KeptEpisodes(run, told, 12).episode(0)
+
+
+def test_a_run_of_other_tokens_is_named(tmp_path: Path) -> None:
+    """Ids of its episodes would be others' words."""
+    for name, words in (("theirs", "ab"), ("ours", "ba"), ("same", "ab")):
+        (tmp_path / name).mkdir()
+        vocabulary = {word: number for number, word in enumerate(words)}
+        told = json.dumps({"model": {"vocab": vocabulary}})
+        (tmp_path / name / "tokenizer.json").write_text(told)
+    run = RunDirectory.open(config_in(tmp_path, model={"path": str(tmp_path / "theirs")}))
+    run.close()
+    check_tokens(run.path, tmp_path / "same")
+    with pytest.raises(ConfigError, match=r"has another vocabulary \(token 0 is 'a' there and 'b'"):
+        check_tokens(run.path, tmp_path / "ours")
+    (tmp_path / "theirs" / "tokenizer.json").unlink()
+    check_tokens(run.path, tmp_path / "ours")

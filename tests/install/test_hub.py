@@ -186,3 +186,6 @@ def test_only_the_files_that_are_read_are_downloaded() -> None:
     names = ["config.json", "pytorch_model.bin", "tokenizer.model", "onnx/model.onnx", "a.gguf"]
     assert needed_files(names) == ["config.json", "pytorch_model.bin", "tokenizer.model"]
     assert "pytorch_model.bin" not in needed_files([*names, "model.safetensors"])
+    assert needed_files(["adapter_config.json", "adapter_model.safetensors", *names]) == [
+        *needed_files(names)
+    ]

@@ -53,7 +53,10 @@ class Recorded:
                 "max_turns": 3,
                 "max_tokens_per_turn": 8,
             },
-            "algorithm": {"kl": {"placement": "loss", "coefficient": 0.01}},
+            "algorithm": {
+                "kl": {"placement": "loss", "coefficient": 0.01},
+                "importance_correction": {"cap": 1.5},
+            },
             "update": {
                 "precision": "fp32",
                 "learning_rate": 1e-4,

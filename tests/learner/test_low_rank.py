@@ -13,14 +13,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
+from earl_core.config.model import AdapterConfig, ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.low_rank import base_alone
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.pretrained.adapter_directory import matrix_name
+from earl_core.pretrained.adapter_checks import check_adapter
+from earl_core.pretrained.adapter_directory import is_adapter, matrix_name
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.errors import CheckpointError
 from earl_core.weights.adapter import write_merged
+from earl_core.weights.load import tensor_files
 from tests.learner import adapter_ranks
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
 from tests.learner.launched import launch
@@ -180,6 +183,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = load_file(scratch / "start" / "adapter_model.safetensors")
     wider = {n: torch.cat([p, p], -1) if "_A" in n else p for n, p in pairs.items()}
     save_file(wider, scratch / "of_other" / "adapter_model.safetensors")
+    for name, changed in (
+        ("pissa", {"init_lora_weights": "pissa_niter_4"}),
+        ("sizeless", {"r": None}),
+        ("kasa", {"kasa_config": {}, "arrow_config": {"top_k": 2}}),
+    ):
+        shutil.copytree(scratch / "start", scratch / name)
+        place = scratch / name / "adapter_config.json"
+        place.write_text(json.dumps(json.loads(place.read_text()) | changed))
+    shutil.copytree(scratch / "start", scratch / "run" / "checkpoints" / "000003" / "adapter")
+    shutil.copytree(scratch / "start", scratch / "broken")
+    (scratch / "broken" / "adapter_model.safetensors").write_bytes(b"nothing")
     return scratch
 
 
@@ -193,13 +207,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"targets": ["lm_head"]}, "head and embedding get no pair"),
         ({"targets": ["embed_tokens"]}, "head and embedding get no pair"),
         ({"rank": 17}, r"rank 17 exceeds the smaller size of model\.layers\.0\.self_attn\.k_proj"),
-        ({"from": "nowhere"}, r"has no adapter_config\.json"),
+        ({"from": "nowhere"}, r"has no adapter_config\.json$"),
+        ({"from": "run"}, r"has no adapter_config\.json: name .*/checkpoints/000003/adapter$"),
         ({"from": "start", "rank": 4, "alpha": 6}, "of rank 3, and model.adapter.rank is 4: set"),
         ({"from": "start", "rank": 3}, "of alpha 6, and model.adapter.alpha is 32: set it to 6"),
         ({"from": "start", "rank": 3, "alpha": 6, "targets": ["v_proj"]}, "4 tensors are missing"),
         ({"from": "dora", "rank": 3, "alpha": 6}, "with use_dora True, which is more than"),
         ({"from": "biased", "rank": 3, "alpha": 6}, "with bias 'lora_only', which is more than"),
         ({"from": "of_other", "rank": 3, "alpha": 6}, "the adapter in .* another model .* and "),
+        ({"from": "pissa", "rank": 3, "alpha": 6}, "'pissa_niter_4', which changed the matrices"),
+        ({"from": "sizeless", "rank": 3, "alpha": 6}, "has None as r, which is no size of a pair"),
+        ({"from": "kasa", "rank": 3, "alpha": 6}, "with arrow_config .*, which is more than"),
+        ({"from": "broken", "rank": 3, "alpha": 6}, "is no safetensors file that can be read"),
     ],
 )
 def test_adapters_that_cannot_be_are_one_sentence(
@@ -209,6 +228,50 @@ def test_adapters_that_cannot_be_are_one_sentence(
         adapter = adapter | {"from": str(made / adapter["from"])}
     with pytest.raises(ConfigError, match=said):
         make_learner(made / "base", adapter={"targets": ["q_proj", "k_proj"]} | adapter)
+
+
+def test_an_adapter_of_other_matrices_is_found_by_the_headers(made: Path) -> None:
+    """Before a run has begun, which could not go on with other settings."""
+    for targets, said in (
+        ("all-linear", r"20 tensors are missing \(such as down_proj\.lora_A 3 x 48\): correct"),
+        (["q_proj"], r"4 tensors are not expected \(such as k_proj\.lora_A 3 x 32\): correct"),
+    ):
+        adapter = {"from": str(made / "start"), "rank": 3, "alpha": 6, "targets": targets}
+        model = ModelConfig.model_validate({"path": str(made / "base"), "adapter": adapter})
+        with pytest.raises(ConfigError, match=said):
+            check_adapter(model)
+    other = save_model("gpt2", made / "gpt2")
+    with pytest.raises(ConfigError, match="is a gpt2 model, whose matrices are no linear layers"):
+        check_adapter(ModelConfig(path=str(other), adapter=AdapterConfig()))
+
+
+def test_a_whole_model_with_an_adapters_settings_beside_it_is_named(
+    made: Path, tmp_path: Path
+) -> None:
+    """As `merge_and_unload` leaves it; transformers would load the model that they name."""
+    shutil.copytree(made / "base", tmp_path / "model")
+    shutil.copyfile(made / "start" / "adapter_config.json", tmp_path / "model/adapter_config.json")
+    assert is_adapter(made / "start")
+    assert not is_adapter(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"a whole model, but has an adapter_config\.json, by"):
+        check_adapter(ModelConfig(path=str(tmp_path / "model")))
+
+
+def test_a_merged_model_keeps_the_index_of_a_single_file(made: Path, tmp_path: Path) -> None:
+    base, target = tmp_path / "base", tmp_path / "merged"
+    shutil.copytree(made / "base", base)
+    target.mkdir()
+    file = (base / "model.safetensors").rename(base / "model-00001-of-00001.safetensors")
+    names = dict.fromkeys(load_file(file), file.name)
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    write_merged(made / "start", base, target)
+    assert tensor_files(target, "model") == [target / file.name]
+    whole, merged = load_file(file), load_file(target / file.name)
+    moved = {name for name, each in merged.items() if not torch.equal(each, whole[name])}
+    assert {name.rpartition(".self_attn.")[2] for name in moved} == {
+        "q_proj.weight",
+        "k_proj.weight",
+    }
 
 
 def test_a_state_of_another_base_or_of_other_settings_is_refused(tmp_path: Path) -> None:

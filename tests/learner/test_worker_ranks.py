@@ -17,7 +17,7 @@ from tests.learner.recorded import Recorded
 from tests.learnt import assert_learnt
 
 LEARNER = "earl_core.learner.update_worker:LearnerWorker"
-REFERENCE = "earl_core.learner.reference:ReferenceWorker"
+REFERENCE = "earl_core.learner.model_worker:ReferenceWorker"
 AGREED = ("policy_version", "digest", "steps_applied")
 MESHES = [{"shard": 2}, {"tensor_parallel": 2}, {"context_parallel": 2}, {"replicas": 2}]
 MEASURED = ("seconds", "peak", "per_second", "microbatches", "padding", "prefix", "imbalance")
@@ -60,6 +60,13 @@ def assert_same_metrics(found: dict[str, float], wanted: dict[str, float]) -> No
             assert found[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
 
 
+def assert_same_probe(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert sum(len(row["lengths"]) for row in wanted) > 20
+    for one, other in zip(found, wanted, strict=True):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=2e-5)
+        assert {**one, "logprobs": ()} == {**other, "logprobs": ()}
+
+
 def test_two_ranks_train_as_one_through_changes_of_their_mesh(
     recorded: Recorded, tmp_path: Path
 ) -> None:
@@ -90,10 +97,12 @@ def test_two_ranks_train_as_one_through_changes_of_their_mesh(
         for row, values in shards(recorded, wanted["shards"], "old_logprobs").items():
             assert old.pop(row) == pytest.approx(values, abs=2e-5)
         assert not old
-        expected = weights_of(alone.publish(policy_version=k + 1, **mine))
-        told = same_results(
-            group.call("publish", policy_version=k + 1, **theirs, **site(k)), ["digest"]
-        )
+        assert found["prefixes"] == wanted["prefixes"]
+        named = {"policy_version": k + 1, "prefixes": wanted["prefixes"]}
+        own = alone.publish(**named, **mine)
+        expected = weights_of(own)
+        told = same_results(group.call("publish", **named, **theirs, **site(k)), ["digest"])
+        assert_same_probe(told["probe"], own["probe"])
         assert_learnt([wanted["metrics"]["grad_norm"]], before, expected)
         before = expected
         published = weights_of(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from earl_core.learner.likeliest import likeliest
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.token_logprobs import HeadScore
@@ -53,8 +54,10 @@ def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
                 reference = reference + (expected[1] * towards[1]).sum()
             loss.backward()
             reference.backward()
+            chosen = likeliest(head, both[1], torch.arange(positions), shard)
             pairs = [
                 (ours[0], expected[0]),
+                (chosen.double(), (hidden @ weight.T).argmax(-1).double()),
                 (looked, table),
                 (both[1].grad, both[0].grad),
                 (local_part(head.weight.grad), whole.grad[start : start + most]),

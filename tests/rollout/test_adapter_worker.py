@@ -16,7 +16,8 @@ from earl_core.pretrained.adapter_directory import (
     write_adapter_config,
 )
 from earl_core.weights.manifest import WeightsManifest
-from tests.engines.adapters import ALPHA, RANK, TARGETS, published, random_pairs
+from tests.engines.adapters import ALPHA, RANK, TARGETS, merged, published, random_pairs
+from tests.engines.probes import probe_of
 from tests.rollout.chat_models import tiny_model
 from tests.rollout.test_worker import Setting
 
@@ -31,6 +32,8 @@ def test_a_worker_plays_published_pairs_and_those_of_a_checkpoint(tmp_path: Path
     first, second = (
         published(each, tmp_path / "published", v) for v, each in enumerate((nothing, pairs))
     )
+    probe = probe_of(merged(model, pairs), [[5, 40 + n, 9, 33] for n in range(9)])
+    second = second.model_copy(update={"probe": probe})
     adapter = {"rank": RANK, "alpha": ALPHA, "targets": list(TARGETS)}
     setting.config["model"]["adapter"] = adapter
     given = [first.model_dump(mode="json"), second.model_dump(mode="json")]
@@ -39,7 +42,10 @@ def test_a_worker_plays_published_pairs_and_those_of_a_checkpoint(tmp_path: Path
     found = asyncio.run(_answers(setting, given))
     assert [ensured["policy_version"] for ensured, _ in found] == [0, 1, 1, 0]
     assert [ensured["loaded"] for ensured, _ in found] == [True, True, False, True]
+    assert 0.0 < found[1][0]["probe"]["probe_mismatch_max"] < 1e-4
     answers = [played for _, played in found]
+    # Pairs that change nothing go with the engine that played under them.
+    assert not list((tmp_path / "run").glob("unchanged-*"))
     assert answers[0] == whole[0][1] == answers[3]
     assert answers[0] != answers[1] == answers[2]
 

@@ -98,6 +98,18 @@ def test_equal_conversations_have_draws_of_their_own() -> None:
     assert again.draw_seed(again.prompt(said).branch) in seeds
 
 
+def test_equal_conversations_draw_apart_whichever_of_them_was_given_up() -> None:
+    branches = Branches(ChatTokenizer(char_tokenizer(CHATML)), 5)
+    said: list[Message] = [{"role": "user", "content": "hi"}]
+    first, second = (branches.prompt(said) for _ in range(2))
+    seeds = [branches.draw_seed(each.branch) for each in (first, second)]
+    branches.give_up(first)
+    third, fourth = (branches.prompt(said) for _ in range(2))
+    # The same request may have come again: it draws what it would have drawn.
+    assert branches.draw_seed(third.branch) == seeds[0]
+    assert branches.draw_seed(fourth.branch) not in seeds
+
+
 def test_a_turn_says_the_versions_of_its_first_and_its_last_token() -> None:
     branches = Branches(ChatTokenizer(TOKENIZER), 0)
     prompt = branches.prompt([{"role": "user", "content": "hi"}])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
 
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.token_texts import TokenTexts
+from earl_core.rollout.gateway import constraints, session
 from earl_core.rollout.rollout_stats import RolloutStats, rollout_metrics
-from earl_core.system.errors import ConfigError
+from earl_core.system.errors import ConfigError, EarlError
 from tests.rollout import asking as asking_module
 from tests.rollout.asking import HELLO, STOP, Asking, asked, specs
 from tests.rollout.chat_models import CHATML, char_tokenizer
@@ -292,6 +294,39 @@ def test_answers_of_a_form_are_sampled_freely_and_counted(monkeypatch: pytest.Mo
         assert (await asking.post(HELLO)).status_code == 200
 
     asked(refused, constrained="refuse")
+
+
+def test_a_form_that_takes_too_long_to_compare_is_compared_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compared: list[str] = []
+    over = threading.Event()
+
+    class Slow:
+        def misfit(self, name: str, schema: dict[str, Any], value: str) -> str:
+            compared.append(schema["pattern"])
+            if len(compared) > 1:
+                over.wait(60)
+            raise EarlError("it takes too long")
+
+    monkeypatch.setattr(constraints, "_CHECK", Slow())
+    monkeypatch.setattr(constraints, "_slow", set())
+    monkeypatch.setattr(session, "_COUNTING_SECONDS", 0.5)
+
+    async def scenario(asking: Asking) -> None:
+        for pattern in ("(a+)+b", "(a+)+b", "(a+)+c", "(a+)+d"):
+            await ask(asking, HI, guided_regex=pattern)
+        await asking.session.counted()
+        meter = asking.gateway._meter
+        assert (meter.constrained_calls, meter.constrained_satisfied) == (4, 0)
+        # The second one is not compared again, and the last one has not had its turn.
+        assert compared == ["^(?:(a+)+b)$", "^(?:(a+)+c)$"]
+        assert "2 answers of episode 0 count as others than were asked for" in caplog.text
+
+    try:
+        asked(scenario, saying(*["aaa."] * 4), max_turns=4)
+    finally:
+        over.set()
 
 
 def test_an_answer_from_a_cache_of_the_client_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from earl_core.rollout.chat.chat import ChatTokenizer
-from earl_core.rollout.chat.stop_strings import StopStrings, cut
 from earl_core.rollout.chat.token_texts import TokenTexts
+from earl_core.rollout.chat.turn_ends import StopStrings, cut
 from tests.rollout import asking as asking_module
 from tests.rollout.asking import Asking, asked
 from tests.rollout.chat_models import CHATML, char_tokenizer

@@ -13,12 +13,13 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import ConfigError, RunConfig
-from earl_core.rollout.errors import RolloutFailed
-from earl_core.rollout.held_out import HELD_OUT_PROMPTS
+from earl_core.rollout.errors import RolloutFailed, WeightSyncError
+from earl_core.rollout.mixture import HELD_OUT_PROMPTS
 from earl_core.rollout.rollout_stats import (
     RolloutStats,
     check_failures,
@@ -34,6 +35,7 @@ from earl_core.trajectory.samples import derive_seed
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish
+from tests.engines.probes import probe_of
 from tests.rollout.chat_models import tiny_model
 
 DEPLOYMENT = {"stage": "rollout", "threads": 1, "max_running_requests": 64}
@@ -192,6 +194,35 @@ def test_ensure_loads_only_what_is_new(setting: Setting, tmp_path: Path) -> None
     assert (back["loaded"], back["policy_version"]) == (True, 0)
     answers = [[turn["answer"] for turn in found["turns"]] for found in (before, after, again)]
     assert answers[0] == answers[2] != answers[1]
+
+
+def test_an_engine_that_answers_as_another_version_plays_no_episode(
+    setting: Setting, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32)
+    right = {**setting.weights(), "policy_version": 1}
+    right["probe"] = [
+        r.model_dump() for r in probe_of(model, [[5, 40 + n, 9, 33] for n in range(9)])
+    ]
+    changed = {
+        name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in model.state_dict().items()
+    }
+    wrong = publish(changed, tmp_path / "weights", 2, torch.float32).model_dump(mode="json")
+    wrong["probe"] = right["probe"]
+
+    async def work(worker: RolloutWorker) -> list[Any]:
+        plain = await worker.rollout(0, 4)
+        ensured = await worker.ensure(right)
+        with pytest.raises(WeightSyncError, match=r"policy version 2 .* No episode was played"):
+            await worker.rollout(0, 4, shards_of="wrong", weights=wrong)
+        return [plain, ensured, await worker.rollout(0, 4, share=1, weights=setting.weights())]
+
+    plain, ensured, again = setting.run(work)
+    assert ensured["probe"]["probe_mismatch_max"] < 1e-4
+    assert ensured["probe"]["probe_other_share"] == 0.0
+    # Neither an engine that was asked nor one built after another was ended draws other tokens.
+    assert setting.table(plain).equals(setting.table(again))
+    assert not list((setting.root / "shm").rglob("*wrong*"))
 
 
 def test_evaluation_is_held_out_and_repeatable(setting: Setting) -> None:

@@ -21,8 +21,7 @@ from earl_core.selector.choice.explain import PlannedLoad, ask
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import cluster, device_of
 from earl_core.selector.model.roofline import Load, Roofline
-from earl_core.system.hardware import HostResources
-from earl_core.system.processor import bf16_instructions, processor_name
+from earl_core.system.hardware import HostResources, bf16_instructions, processor_name
 
 SLOW = 20.0
 AUTO = ["rollout.dtype=auto", "update.precision=auto"]

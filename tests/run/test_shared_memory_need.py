@@ -62,6 +62,18 @@ def test_a_number_is_checked_against_the_size() -> None:
     )
 
 
+def test_stale_rollouts_need_the_older_versions_too(tmp_path: Path) -> None:
+    make("llama_tied", tmp_path / "model")
+    stale = {"schedule": {"staleness": 2}, "algorithm": {"policy_loss": "dppo"}, "iterations": 5}
+    need = need_of(config(tmp_path / "model", tmp_path, **stale))
+    assert need.versions == 4
+    assert need.weights == 4 * need.version
+    (said,) = judged(need._replace(version=15 * GIB), 50, 50)
+    assert said.startswith("blocks: 4 versions of the model's weights must fit, 4 x 15.0 GiB: 50 ")
+    (said,) = judged(need._replace(version=15 * GIB, samples=9 * GIB), 70, 70)
+    assert said.startswith("warning: shards may have 7.5 GiB beside the weights (4 x 15.0 GiB)")
+
+
 def config(model: Path, tmp_path: Path, **changes: Any) -> RunConfig:
     place = {"model": {"path": str(model)}, "dispatch": {"directory": str(tmp_path / "shm")}}
     return parse_config(with_(**place, **changes))

@@ -19,9 +19,9 @@ from earl_core.run import RunDirectory
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.observations import Observation
+from tasks.reports.chart import selector_chart
 from tasks.reports.plan_report import plan_page
 from tasks.reports.run_page.charts import sections
-from tasks.reports.selector_chart import selector_chart
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
 from tasks.tracking.metric_catalogue import stored_name
 from tasks.tracking.mlflow_client import Numbers

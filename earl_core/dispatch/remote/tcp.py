@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from earl_core.dispatch.remote.connection import Connection
-from earl_core.dispatch.remote.read_requests import Question, cut
+from earl_core.dispatch.remote.connection import Connection, Question, cut
 from earl_core.dispatch.remote.transport import RemoteRead, TransportError
 from earl_core.dispatch.shards.shard import Proof
 from earl_core.system.processes import host_name

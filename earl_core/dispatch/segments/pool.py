@@ -46,7 +46,7 @@ from earl_core.dispatch.segments.pool_directory import (
 from earl_core.dispatch.segments.pool_usage import Held
 from earl_core.dispatch.segments.segment import Segment, WritableMapping, writable_mappings
 from earl_core.system.errors import EarlError
-from earl_core.system.shared_memory import file_system_bytes, shards_limit
+from earl_core.system.shared_memory import VERSIONS, file_system_bytes, shards_limit
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,10 @@ class SegmentPool(PoolDirectory):
     """The segments of one run on this host, shared by its processes through `directory` alone.
 
     `max_bytes` bounds all files in the directory but published weights; None: their bound follows
-    from the file system (`system.shared_memory.SHARE`). A full pool makes `acquire` and `reserve`
-    wait up to `wait_seconds` for a release. With `poison` (or EARL_POISON=1) released segments are
-    filled with 0xA5, so that reading after a release shows.
+    from the file system (`system.shared_memory.SHARE`) and the number of `versions` of weights. A
+    full pool makes `acquire` and `reserve` wait up to `wait_seconds` for a release. With `poison`
+    (or EARL_POISON=1) released segments are filled with 0xA5, so that reading after a release
+    shows.
     """
 
     def __init__(
@@ -75,10 +76,12 @@ class SegmentPool(PoolDirectory):
         max_bytes: int | None,
         wait_seconds: float = 0.0,
         poison: bool = False,
+        versions: int = VERSIONS,
     ) -> None:
         super().__init__(directory)
         self.max_bytes = max_bytes
         self.wait_seconds = wait_seconds
+        self.versions = versions
         self.poison = poison or os.environ.get("EARL_POISON") == "1"
 
     def acquire(self, size: int, exact: bool = False) -> Segment:
@@ -273,7 +276,8 @@ class SegmentPool(PoolDirectory):
 
     def _limit(self, held: Held) -> int:
         """Bytes that all files but published weights may have together."""
-        return shards_limit(self.max_bytes, file_system_bytes(self.directory), held.version)
+        weights = self.versions * held.version
+        return shards_limit(self.max_bytes, file_system_bytes(self.directory), weights)
 
     def _make_room(self, size: int, evict: bool, weights: bool = False) -> str | None:
         """Make room for `size` more bytes, by removing free segments if allowed to; return the

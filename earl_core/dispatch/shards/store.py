@@ -17,6 +17,7 @@ from earl_core.dispatch.shards.shard import ShardWriter, check_layout, table_byt
 from earl_core.dispatch.shards.skeleton import make_skeleton
 from earl_core.system.errors import NotOurs
 from earl_core.system.files import check_user_directory, remove_when_empty
+from earl_core.system.shared_memory import VERSIONS
 from earl_core.trajectory.samples import Rows
 
 # Texts of fixed width in the metadata, so that shards of one kind have one layout. No number equals
@@ -28,13 +29,20 @@ class ShardStore:
     """All shards (and published weights) of one run on this host.
 
     `directory` is `<dispatch.directory>/<run uid>`, made and marked on first use with mode 0700.
-    `max_bytes` and `wait_seconds` are the pool's: the bytes that its shards may have, and how long
-    a writer waits for releases when there is no room.
+    `max_bytes`, `wait_seconds` and `versions` are the pool's: the bytes that its shards may have,
+    how long a writer waits for releases when there is no room, and how many sets of weights must
+    have room beside them.
     """
 
-    def __init__(self, directory: Path, max_bytes: int | None, wait_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int | None,
+        wait_seconds: float = 0.0,
+        versions: int = VERSIONS,
+    ) -> None:
         self.directory = Path(directory)
-        self.pool = SegmentPool(self.directory, max_bytes, wait_seconds)
+        self.pool = SegmentPool(self.directory, max_bytes, wait_seconds, versions=versions)
 
     def prepare(self) -> None:
         """Make the directory; raise `OSError` with what to change if it cannot be made."""

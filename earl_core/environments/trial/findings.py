@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.trial.plays import Difference, Played
-from earl_core.environments.trial.trial import EPISODES, TURNS, Trial, try_out
-from earl_core.environments.trial.usage import Usage
+from earl_core.environments.trial.trial import EPISODES, TURNS, Trial, Usage, try_out
 from earl_core.system.errors import ConfigError
 from earl_core.system.finding import Finding, Level, judged, refused
 

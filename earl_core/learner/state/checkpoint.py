@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from earl_core.learner.state.model_files import PolicyFiles
 from earl_core.learner.state.optimizer import PolicyOptimizer, State
-from earl_core.learner.state.policy_files import PolicyFiles
 from earl_core.pretrained.huggingface import PreTrainedModel, PreTrainedTokenizerBase
 from earl_core.run.checkpoints import (
     describe_state,

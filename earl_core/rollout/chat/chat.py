@@ -19,17 +19,16 @@ from earl_core.rollout.chat.chat_template import QUESTION, RESULT, TOOL, ChatTem
 from earl_core.rollout.chat.disguise import Sampled
 from earl_core.rollout.chat.sized_cache import SizedCache
 from earl_core.rollout.chat.special_tokens import SpecialTokens
-from earl_core.rollout.chat.stop_strings import StopStrings, cut
 from earl_core.rollout.chat.token_texts import TokenTexts
 from earl_core.rollout.chat.tool_calls import (
     NO_TOOLS,
     Answer,
     ToolParser,
     Tools,
+    in_words,
     parser_of,
 )
-from earl_core.rollout.chat.tool_prompt import in_words
-from earl_core.rollout.chat.turn_ends import TurnEnds
+from earl_core.rollout.chat.turn_ends import StopStrings, TurnEnds, cut
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from earl_core.environments.base import Message, ToolCall
-from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools, call_id
-from earl_core.rollout.chat.tool_prompt import WRITTEN
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, WRITTEN, Tools, call_id
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from earl_core.system.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -227,3 +228,50 @@ def _calls(found: Any) -> list[FunctionCall]:
     except UnicodeEncodeError as error:
         raise ValueError(str(error)) from error
     return [{"name": name, "arguments": arguments}]
+
+
+_PROMPT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{schemas}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+WRITTEN = f"{_PROMPT}<tool_response></tool_response>"
+"""All that stands around texts of others below."""
+
+
+def in_words(messages: Sequence[Message], tools: Tools, system: bool) -> list[Message]:
+    """The conversation with roles and texts alone.
+
+    system: whether the template knows system messages; else the first user's is the longer.
+    """
+    said: list[Message] = []
+    for number, message in enumerate(messages):
+        role, text = message["role"], message["content"]
+        if role == "tool":
+            role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
+            if number and messages[number - 1]["role"] == "tool":
+                said[-1]["content"] += f"\n{text}"
+                continue
+        for call in message.get("tool_calls", ()):
+            written = json.dumps(call["function"], ensure_ascii=False)
+            text += ("\n" if text else "") + f"<tool_call>\n{written}\n</tool_call>"
+        said.append({"role": role, "content": text})
+    if not tools:
+        return said
+    schemas = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in tools.schemas)
+    prompt = _PROMPT.format(schemas=schemas)
+    if said and said[0]["role"] == ("system" if system else "user"):
+        first = said[0]["content"]
+        told = f"{first}\n\n{prompt}" if system else f"{prompt}\n\n{first}"
+        return [{"role": said[0]["role"], "content": told}, *said[1:]]
+    return [{"role": "system" if system else "user", "content": prompt}, *said]

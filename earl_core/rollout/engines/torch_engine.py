@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from earl_core.pretrained.float32_head import Float32Head
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
-from earl_core.rollout.engines.causal_model import load_causal_model
-from earl_core.rollout.engines.counter_random import sample, uniform
+from earl_core.rollout.engines.causal_model import NO_PAIRS, PairedLayers, Pairs, load_causal_model
 from earl_core.rollout.engines.engine import (
     OUT_OF_MEMORY_ADVICE,
     Completion,
@@ -25,8 +24,7 @@ from earl_core.rollout.engines.engine import (
     answer_budget,
 )
 from earl_core.rollout.engines.held_versions import HeldVersion
-from earl_core.rollout.engines.paired_layers import NO_PAIRS, PairedLayers, Pairs
-from earl_core.rollout.engines.sampling import Sampling
+from earl_core.rollout.engines.sampling import Sampling, sample, uniform
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.rollout.errors import EngineError, WeightSyncError
 from earl_core.system.memory import OutOfMemory, guarded, is_out_of_memory

@@ -20,8 +20,7 @@ from earl_core.rollout.engines.admission import Admission
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.engine import Completion, GenerationRequest, answer_budget
 from earl_core.rollout.engines.held_versions import HeldVersion
-from earl_core.rollout.engines.memory_watch import MemoryWatch
-from earl_core.rollout.engines.processes import LeftoverProcesses
+from earl_core.rollout.engines.processes import LeftoverProcesses, MemoryWatch
 from earl_core.rollout.engines.vllm_adapters import AdapterFolders, adapter_arguments
 from earl_core.rollout.engines.vllm_answers import completion, sampling_parameters
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from earl_core.rollout.engines import vllm_cpu_pairs
-from earl_core.rollout.engines.vllm_pairs import PolicyPairs
+from earl_core.rollout.engines.vllm_pairs import PolicyPairs, install_cpu_products
 from earl_core.system.memory import give_back_free_memory, give_back_pages
 from earl_core.tensors.library_paths import plain_libraries
 from earl_core.weights.load import names_problem, open_weights
@@ -51,7 +50,7 @@ def _spin_briefly() -> None:
 
 
 _spin_briefly()
-vllm_cpu_pairs.install()
+install_cpu_products()
 plain_libraries()
 
 

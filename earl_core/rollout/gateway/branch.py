@@ -31,13 +31,15 @@ class Branch:
     are compared, answers included.
 
     number: in the order of the first requests. origin: what its draws depend on beside the episode
-    and the call. key: of its first request. busy: whether a request of it is being answered.
+    and the call. key: of its first request. equal: its number among the branches of this key.
+    busy: whether a request of it is being answered.
     """
 
     number: int
     origin: int
     tools: str
     key: tuple[str, ...]
+    equal: int
     messages: list[Message] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)

@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import string
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 
 from earl_core.environments.base import Message
@@ -42,7 +41,7 @@ class Branches:
         self.begun = 0
         """Branches so far, those given up included."""
         self._answers = 0
-        self._equal: Counter[tuple[str, ...]] = Counter()
+        self._equal: dict[tuple[str, ...], set[int]] = {}
         self.all: list[Branch] = []
 
     @property
@@ -139,10 +138,11 @@ class Branches:
 
     def give_up(self, prompt: Prompt | Placing) -> None:
         """The request gets no answer; it may come again."""
-        prompt.branch.busy = False
-        if not prompt.branch.turns:
-            self.all.remove(prompt.branch)
-            self._equal[prompt.branch.key] -= 1
+        branch = prompt.branch
+        branch.busy = False
+        if not branch.turns:
+            self.all.remove(branch)
+            self._equal[branch.key].discard(branch.equal)
 
     def draw_seed(self, branch: Branch) -> int:
         """Seed of a branch's next answer: of episode, branch and call, whatever came before it."""
@@ -207,9 +207,12 @@ class Branches:
 
     def _new(self, said: list[Message], tools: str) -> Branch:
         key = branch_key(said, tools)
-        branch = Branch(self.begun, derive_seed(self._equal[key], *key), tools, key)
+        taken = self._equal.setdefault(key, set())
+        # The least that is free: what was given up may come again, and no other draws as it does.
+        equal = next(each for each in itertools.count() if each not in taken)
+        taken.add(equal)
+        branch = Branch(self.begun, derive_seed(equal, *key), tools, key, equal)
         self.begun += 1
-        self._equal[key] += 1
         self.all.append(branch)
         return branch
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,13 @@ from earl_core.system.errors import EarlError
 
 _CHECK = ArgumentCheck()
 """The check of this process."""
+
+_THREAD = ThreadPoolExecutor(1, "constraints")
+"""Asks it: checks come one after another anyway, and would keep the threads that others want."""
+
+_MOST_SLOW = 2**10
+_slow: set[str] = set()
+"""Schemas whose check took too long once, as texts, or could not be had: no answer fits them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,9 @@ class Constraint:
 
     async def satisfied(self, answer: Message) -> bool:
         """Tell whether an answer has the form."""
-        return await asyncio.to_thread(self.fits, answer) if self.costly else self.fits(answer)
+        if not self.costly:
+            return self.fits(answer)
+        return await asyncio.get_running_loop().run_in_executor(_THREAD, self.fits, answer)
 
 
 def calls(field: str, names: Collection[str] = ()) -> Constraint:
@@ -87,7 +97,7 @@ def of_schema(field: str, schema: Any) -> Constraint:
     except SchemaError as error:
         raise invalid(f"{field} is no JSON schema: {error.message:.300}") from None
     if is_costly(schema):
-        return _text(field, lambda text: not _CHECK.misfit(field, schema, json.loads(text)), True)
+        return _text(field, lambda text: _fits(field, schema, json.loads(text)), True)
     return _text(field, lambda text: not misfit(schema, json.loads(text)))
 
 
@@ -106,7 +116,21 @@ def of_pattern(field: str, given: Any) -> Constraint:
         raise invalid(f"{field} is no regular expression: {error}") from None
     # Beside the event loop, and within bounds: a pattern may backtrack for ever.
     schema = {"type": "string", "pattern": f"^(?:{given})$"}
-    return _text(field, lambda text: not _CHECK.misfit(field, schema, text), True)  # type: ignore[arg-type]
+    return _text(field, lambda text: _fits(field, schema, text), True)
+
+
+def _fits(field: str, schema: Mapping[str, Any], value: Any) -> bool:
+    """Compare within bounds of time, which a schema may pass once."""
+    key = json.dumps(schema, sort_keys=True)
+    if key in _slow:
+        return False
+    try:
+        return not _CHECK.misfit(field, schema, value)
+    except EarlError:
+        if len(_slow) == _MOST_SLOW:
+            _slow.clear()
+        _slow.add(key)
+        return False
 
 
 def refuse(constraints: Sequence[Constraint], how: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -190,7 +191,7 @@ class Endpoints:
         return read() if len(content) < LARGE else await self._aside.run(read)
 
     def _pending(self, session: Session, call: Call) -> PendingAnswer:
-        answering = session.complete(call, self._generate)
+        answering = session.complete(call, partial(self._generate, session))
         return PendingAnswer(answering, self._settings.call_seconds, self._meter)
 
     async def _begun(
@@ -269,12 +270,12 @@ class Endpoints:
         assert session is not None
         return session
 
-    async def _generate(self, request: GenerationRequest) -> Completion:
+    async def _generate(self, session: Session, request: GenerationRequest) -> Completion:
         self._meter.requests_running(1)
         started = time.perf_counter()
         try:
             if self._engine.lockstep:
-                return await self._batches.ask(request)
+                return await self._batches.ask(request, session.name)
             (completion,) = await self._engine.generate([request])
             return completion
         finally:

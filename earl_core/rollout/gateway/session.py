@@ -8,6 +8,7 @@ policy's too, but in no episode.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_seed
 
+logger = logging.getLogger(__name__)
+
 _MOST_BRANCHES = 2**12
 """Most branches of a side: the samples of an episode have 16 bits, and a branch may have
 several."""
@@ -40,6 +43,8 @@ _MOST_OF_A_TOKEN = 32
 """Characters that the tokens of a whole conversation have on average, at most."""
 
 _SHOWN = 300
+
+_COUNTING_SECONDS = 10.0
 
 _OPPONENTS = 8
 """The budgets of the opponent's side are as large as those of so many policies."""
@@ -73,7 +78,7 @@ class Session:
         self._most_characters = longest * self._most_tokens
         self._aside, self._large = aside, asyncio.Lock()
         self._asked_prompts = asked_prompts
-        self._counting: list[asyncio.Task[None]] = []
+        self._counting: set[asyncio.Task[None]] = set()
         self.conversations: dict[str, Sequence[Message]] = {}
         """Conversations up to answers that can be gone on with by name."""
         self._policy = Side(chat, settings, spec.seed, 1)
@@ -184,11 +189,26 @@ class Session:
 
         self._meter.constrained_calls += 1
         # Nobody waits for it but the end of the session: the answer is recorded.
-        self._counting.append(asyncio.create_task(count()))
+        counting = asyncio.create_task(count())
+        self._counting.add(counting)
+        counting.add_done_callback(self._counting.discard)
 
     async def counted(self) -> None:
-        """Wait until all forms of answers are counted."""
-        await asyncio.gather(*self._counting, return_exceptions=True)
+        """Wait until all forms of answers are counted. Those that take longer than ten seconds
+        together are counted as others than were asked for."""
+        late = set(self._counting)
+        try:
+            if late:
+                _, late = await asyncio.wait(late, timeout=_COUNTING_SECONDS)
+        finally:
+            for each in late:
+                each.cancel()
+        if late:
+            logger.warning(
+                "%d answers of episode %d count as others than were asked for: comparing them with "
+                "what was asked for takes too long",
+                len(late), self.spec.episode_id,
+            )  # fmt: skip
         self._asked_prompts.forget(self.spec.episode_id)
 
     def end(self, reward: float, info: Mapping[str, Any]) -> Episode:

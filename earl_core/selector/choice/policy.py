@@ -16,8 +16,8 @@ from typing import Any
 from earl_core.deployment.plan import Basis, DeploymentPlan, StagePrediction
 from earl_core.deployment.stage_deployment import Move, StageDeployment, move_between
 from earl_core.deployment.stages import SELECTABLE
+from earl_core.selector.choice.changes import reason_of, switch_seconds, tokens
 from earl_core.selector.choice.predict import NoFeasiblePlan, Prediction, Predictor
-from earl_core.selector.choice.reason import reason_of, switch_seconds, tokens
 from earl_core.selector.choice.search_space import offers, with_fitting_microbatch
 from earl_core.selector.choice.selection import (
     CONTEXT_RAISED,

@@ -293,15 +293,16 @@ class Predictor:
         engines' time, and engines of an adapter for its own, beside published versions; or ""."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
         needed = ranks * self.memory.resting(candidate, self.given.update.mixed)
-        needed += 2.0 * self._value * self.shape.trained_parameters
+        needed += self.given.weight_versions * self._value * self.shape.trained_parameters
         if self.shape.adapter is not None:
             engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)
             needed += engines * self._value * self.shape.parameters
         budget = self.given.selector.memory_fraction * self.hardware.memory_bytes
         if needed <= budget or not PLACEMENTS[self.given.stages.placement].gives_way("rollout"):
             return ""
+        count = str(self.given.weight_versions).replace("2", "two")
         return (
-            "while engines have the GPUs, its weights and optimizer state and two published "
+            f"while engines have the GPUs, its weights and optimizer state and {count} published "
             f"versions need {gib(needed)} of a host's {gib(budget)}"
         )
 

@@ -24,6 +24,7 @@ from earl_core.selector.model.calibration import Calibration
 from earl_core.selector.model.default_deployments import usual_engines, usual_mesh
 from earl_core.selector.profile.profile_table import ProfileTable
 from earl_core.system.settings import Settings
+from earl_core.system.shared_memory import VERSIONS
 
 
 class Statistics(Settings):
@@ -83,7 +84,8 @@ class SelectionInput(Settings):
     reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU
     hosts, where nothing is given back between stages, else of a GPU, where sleepers keep their
     libraries; what is not there was not measured. context_overflow: the most tokens that an engine
-    of this run was built too small for.
+    of this run was built too small for. weight_versions: sets of published weights that are there
+    at a time.
 
     A worked example, a 7B model on 8 GPUs after episodes of at most 8,000 tokens, then 100,000:
 
@@ -127,6 +129,7 @@ class SelectionInput(Settings):
     forbidden: tuple[Forbidden, ...] = ()
     reserved_bytes: dict[str, float] = Field(default_factory=dict)
     context_overflow: float = Field(default=0.0, ge=0)
+    weight_versions: int = VERSIONS
     iterations_left: int | None = Field(default=None, ge=1)
 
     @classmethod
@@ -138,7 +141,8 @@ class SelectionInput(Settings):
         own = {name: getattr(config, name) for name in sections}
         adapter = config.model.adapter
         trained = model.with_adapter(adapter.shape) if adapter else model
-        return cls(**{**own, "hardware": hardware, "model": trained, **seen})
+        own |= {"hardware": hardware, "model": trained}
+        return cls(**{**own, "weight_versions": config.schedule.versions, **seen})
 
     def chosen(self, stage: str) -> bool:
         """Tell whether the stage takes part, in ranks of its own."""
