@@ -23,6 +23,13 @@ from tools.namespaces import TwoHosts
 ITERATIONS = 3
 SETTINGS = {
     "iterations": ITERATIONS,
+    # A model of some thousand parameters that knows what a move looks like, not which are legal.
+    "model.builder_options.hidden": 32,
+    "model.builder_options.layers": 2,
+    "model.builder_options.warm_start_steps": 20,
+    "model.builder_options.warm_start_learning_rate": 1e-2,
+    "rollout.prompts_per_iteration": 8,
+    "rollout.group_size": 4,
     "evaluation.every": 0,
     "tracking.enabled": "false",
     "stages.rollout.replicas": 2,
@@ -113,8 +120,8 @@ def test_the_doctor_looks_at_both_hosts(two_hosts: TwoHosts, directory: Path) ->
 def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
     two_hosts: TwoHosts, directory: Path
 ) -> None:
-    # Long enough for a host to start meanwhile.
-    last = 24
+    last, gate = 11, directory / "gate"
+    waits = {"function": "tests.hosts.gate:opened", "weight": 0, "options": {"gate": str(gate)}}
     settings = {
         **over(two_hosts),
         "cluster.hosts": "1..2",
@@ -122,6 +129,9 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
         "stages.update.replicas": 1,
         "checkpoint.every": 1,
         "iterations": last + 1,
+        # Long enough for a host to be lost meanwhile.
+        "update.epochs": 20,
+        "reward.functions": json.dumps([waits]),
     }
     process = two_hosts.popen(0, *command("goes-on", settings), directory=directory)
     ledger = directory / "runs" / "goes-on" / "ledger.jsonl"
@@ -130,7 +140,9 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
     killed = time.monotonic()
     wait_for(ledger, "update", 1, times=2)
     print(f"the update was repeated after {time.monotonic() - killed:.1f} s")
+    gate.touch()
     two_hosts.join()
+    gate.unlink()
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     assert "host host-1 is lost" in output
