@@ -29,9 +29,9 @@ from earl_core.deployment.stages import (
 from earl_core.dispatch import Manifest
 from earl_core.selector.choice.predict import NoFeasiblePlan
 from flows.overlap import Overlap
+from tasks.publish import input_weights
 from tasks.select import select_inputs
 from tasks.stage import StageRef, resolve
-from tasks.update import input_weights
 
 Result = TypeVar("Result")
 Work = Callable[[], Awaitable[Any]]

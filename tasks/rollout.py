@@ -1,5 +1,4 @@
-"""The stages whose episodes the others read: those that the engines play, demonstrations in their
-place, and held-out ones."""
+"""The rollout stage: the episodes of an iteration."""
 
 from __future__ import annotations
 
@@ -7,11 +6,11 @@ import logging
 from typing import Any
 
 from earl_core.control.prompt_waves import few_differ, wave_after, whole_iteration, whole_rollout
-from earl_core.control.replicas import play_evaluation, play_rollout
+from earl_core.control.replicas import play_rollout
 from earl_core.control.stage_execution import StageWatch
 from earl_core.secrets import redact_tree
+from tasks.publish import input_weights
 from tasks.stage import StageInputs, stage_task
-from tasks.update import input_weights
 
 logger = logging.getLogger(__name__)
 
@@ -48,36 +47,3 @@ def rollout(given: StageInputs) -> dict[str, Any]:
         # How often episodes failed, by reason: they are in no shard.
         outputs["failures"] = redact_tree(result["tally"].failures)
     return {"shards": result["shards"], "outputs": outputs, "metrics": metrics}
-
-
-@stage_task
-def demonstrate(given: StageInputs) -> dict[str, Any]:
-    """Write this iteration's demonstrations as episodes that were played."""
-    controller, iteration = given.controller, given.iteration
-    result = controller.demonstrations("demonstrate", iteration)
-    if not controller.config.imitates(iteration + 1):
-        controller.groups.retire("demonstrations", 0)
-    return result
-
-
-@stage_task
-def evaluation(given: StageInputs) -> dict[str, Any]:
-    """Play prompts and seeds that training never uses."""
-    controller, iteration, plan = given.controller, given.iteration, given.plan
-    weights = input_weights(controller, plan["update"], iteration, "evaluation")
-    with StageWatch(controller, plan["rollout"], iteration).fitting():
-        result = play_evaluation(controller, plan["rollout"], iteration, weights)
-    shares = {
-        f"outcome/{name}/{part}": float(value)
-        for name, parts in result["outcomes"].items()
-        for part, value in parts.items()
-    }
-    return {
-        "outputs": {"outcomes": result["outcomes"], "suites": result["suites"]},
-        "metrics": {**_without_outcomes(result["metrics"]), **shares},
-    }
-
-
-def _without_outcomes(metrics: dict[str, float]) -> dict[str, float]:
-    """`outcome/NAME` is `outcome/NAME/share`, which comes with its interval."""
-    return {name: value for name, value in metrics.items() if not name.startswith("outcome/")}

@@ -6,11 +6,16 @@ from collections.abc import Mapping
 
 from prefect import Task
 
-from tasks.experience import advantage, reference, reward
-from tasks.rollout import demonstrate, evaluation, rollout
+from tasks.advantage import advantage
+from tasks.demonstrate import demonstrate
+from tasks.evaluate import evaluation
+from tasks.publish import publish
+from tasks.reference import reference
+from tasks.reward import reward
+from tasks.rollout import rollout
 from tasks.select import select
 from tasks.stage import StageRef
-from tasks.update import publish, update
+from tasks.update import update
 
 TASKS: Mapping[str, Task[..., StageRef]] = {
     task.name: task

@@ -78,8 +78,12 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     try:
         config = dict(json.loads(read_text(path, str(path))))
     except OSError as error:
+        # Somebody may name the checkpoint, or the run.
+        places = (f"{ADAPTER_FOLDER}/", f"checkpoints/[0-9]*/{ADAPTER_FOLDER}/")
+        inside = [each for place in places for each in sorted(directory.glob(place + CONFIG_FILE))]
+        advice = f": name {inside[-1].parent}" if inside else ""
         raise ConfigError(
-            f"{directory} is no adapter of PEFT's format: it has no {CONFIG_FILE}"
+            f"{directory} is no adapter of PEFT's format: it has no {CONFIG_FILE}{advice}"
         ) from error
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error

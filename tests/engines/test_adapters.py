@@ -22,10 +22,6 @@ from tests.engines.models import make, model_logprobs, prompt_of
 from tests.engines.starting import ENGINES, start
 
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((5, 40, 70, 3))]
-SLOW = [
-    "torch",
-    pytest.param("vllm", marks=[*ENGINES[1].marks, pytest.mark.slow]),  # type: ignore[union-attr]
-]
 
 
 class Bench(NamedTuple):
@@ -48,7 +44,7 @@ class Bench(NamedTuple):
         return int(self.driver.engine.statistics()["held_versions"])
 
 
-@pytest.fixture(scope="module", params=SLOW)
+@pytest.fixture(scope="module", params=ENGINES)
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:

@@ -20,6 +20,7 @@ from earl_core.selector.profile.observations import Observation, forbidden_of
 from earl_core.system.memory import OutOfMemory
 from tests.engines.driver import Driver, request
 from tests.engines.models import POSITIONS, make, prompt_of
+from tests.engines.starting import start
 from tests.selector.examples import given
 
 FAILED = RuntimeError(
@@ -164,7 +165,6 @@ def test_a_vllm_engine_built_too_short_is_outgrown(tmp_path: Path) -> None:
     """The engine says where its context ended; the agent loop knows that the model goes on."""
     pytest.importorskip("vllm")
     from earl_core.rollout.agent_loop import play
-    from earl_core.rollout.engines.vllm_engine import VllmEngine
     from earl_core.rollout.episode_player import PlaySettings
     from earl_core.trajectory.samples import EpisodeSpec
     from tests.rollout.scripted import ScriptedEnvironments
@@ -174,21 +174,13 @@ def test_a_vllm_engine_built_too_short_is_outgrown(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     make("llama_tied", directory)
     with tempfile.TemporaryDirectory(prefix="rpc") as scratch:
-        engine = VllmEngine(
-            directory,
-            dtype="float32",
-            max_model_len=64,
-            scratch=Path(scratch),
-            settings=VllmConfig(kv_cache_gib=1),
-        )
-        driver = Driver(engine, directory)
+        driver = start("vllm", directory, Path(scratch), max_model_len=64)
         try:
-            driver.run(engine.start())
             specs = [EpisodeSpec(i, i, i, seed=i) for i in range(4)]
             limits = PlaySettings(max_turns=50, positions=POSITIONS)
             pool = ScriptedEnvironments(lambda i: 50)
             with pytest.raises(ContextOverflow) as caught:
-                driver.run(play(engine, pool, CHAT, specs, limits))  # type: ignore[arg-type]
+                driver.run(play(driver.engine, pool, CHAT, specs, limits))  # type: ignore[arg-type]
             assert caught.value.payload["tokens"] > 64
             # It still answers: nothing was lost but the episodes.
             answer = driver.generate([request(9, prompt_of(1, 8), max_tokens=4)])[0]

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.dispatch import Manifest, ShardStore
+from earl_core.control.prompt_waves import whole_iteration
+from earl_core.dispatch import Manifest, ManifestError, ShardStore
 from earl_core.experience.alike_groups import (
     TRAINED_EPISODES,
     JudgedGroups,
     left_out_rows,
     next_wave,
 )
+from earl_core.run import RunDirectory
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, SAMPLE_BITS
 from tests.columns import copied_rows, list_column
+from tests.run.test_run_directory import config_in
 
 
 def test_groups_are_judged_by_the_rewards_that_their_episodes_have() -> None:
@@ -83,3 +87,17 @@ def test_rows_of_other_episodes_are_left_out(tmp_path: Path) -> None:
     assert left_out_rows(rollout).tolist() == []
     filtered = rollout.model_copy(update={"outputs": {TRAINED_EPISODES: [6, 7]}})
     assert left_out_rows(filtered).tolist() == [rows[0], rows[1], rows[3]]
+
+
+def test_a_run_that_filters_groups_does_not_guess_what_it_has_played(tmp_path: Path) -> None:
+    """Where the seal that says it is lost; other runs have played equally many each time."""
+    sizes = {"prompts_per_iteration": 4, "group_size": 2, "max_turns": 5}
+    plain = RunDirectory.open(config_in(tmp_path, name="plain", rollout=sizes))
+    assert [whole_iteration(plain, number).first for number in (0, 3)] == [0, 12]
+    plain.close()
+    filters = config_in(tmp_path, name="filters", rollout={**sizes, "alike_groups": "replace"})
+    run = RunDirectory.open(filters)
+    assert whole_iteration(run, 0).first == 0
+    with pytest.raises(ManifestError):
+        whole_iteration(run, 3)
+    run.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.experience import with_failures
+from tasks.advantage import with_failures
 
 
 @pytest.mark.parametrize(("groups", "dropped"), [(3, 3.0), (None, 0.0)])

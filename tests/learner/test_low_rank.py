@@ -191,6 +191,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(scratch / "start", scratch / name)
         place = scratch / name / "adapter_config.json"
         place.write_text(json.dumps(json.loads(place.read_text()) | changed))
+    shutil.copytree(scratch / "start", scratch / "run" / "checkpoints" / "000003" / "adapter")
     shutil.copytree(scratch / "start", scratch / "broken")
     (scratch / "broken" / "adapter_model.safetensors").write_bytes(b"nothing")
     return scratch
@@ -206,7 +207,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"targets": ["lm_head"]}, "head and embedding get no pair"),
         ({"targets": ["embed_tokens"]}, "head and embedding get no pair"),
         ({"rank": 17}, r"rank 17 exceeds the smaller size of model\.layers\.0\.self_attn\.k_proj"),
-        ({"from": "nowhere"}, r"has no adapter_config\.json"),
+        ({"from": "nowhere"}, r"has no adapter_config\.json$"),
+        ({"from": "run"}, r"has no adapter_config\.json: name .*/checkpoints/000003/adapter$"),
         ({"from": "start", "rank": 4, "alpha": 6}, "of rank 3, and model.adapter.rank is 4: set"),
         ({"from": "start", "rank": 3}, "of alpha 6, and model.adapter.alpha is 32: set it to 6"),
         ({"from": "start", "rank": 3, "alpha": 6, "targets": ["v_proj"]}, "4 tensors are missing"),

@@ -11,7 +11,7 @@ import pytest
 
 from earl_core.config import ConfigError
 from earl_core.learner import loading
-from tests.engines.starting import VLLM_SLOWLY, start
+from tests.engines.starting import ENGINES, start
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
 from tests.learner.test_families import build
 from tests.learner.test_policy_learner import TEMPERATURE, make_learner
@@ -81,7 +81,7 @@ def test_a_limit_within_the_original_one_takes_the_short_factors(tmp_path: Path)
         np.testing.assert_allclose(found[sample.loss_mask == 1], expected.detach(), atol=3e-5)
 
 
-@pytest.mark.parametrize("kind", VLLM_SLOWLY)
+@pytest.mark.parametrize("kind", ENGINES)
 def test_engines_take_the_same_factors_whatever_their_own_limit(
     kind: str, phi3: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -1,0 +1,60 @@
+"""The advantage stage: an advantage for each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from earl_core.algorithms.moments import merge_statistics
+from earl_core.cluster.rpc import merge_results
+from earl_core.control.stage_execution import without_step
+from earl_core.experience.advantage import ADVANTAGE_RULES
+from tasks.stage import StageInputs, stage_task
+
+
+@stage_task
+def advantage(given: StageInputs) -> dict[str, Any]:
+    """Compare episodes; with KL in the reward, charge each token for leaving the reference."""
+    controller = given.controller
+
+    def in_every_rank(method: str, **arguments: Any) -> list[dict[str, Any]]:
+        return controller.groups.call(
+            given.plan["experience"],
+            "experience",
+            method,
+            given.iteration,
+            stage="advantage",
+            manifests=given.references,
+            **arguments,
+        )
+
+    statistics = merge_statistics(in_every_rank("advantage_statistics"))
+    played = given.manifests["rollout"].metrics
+    alike = played.get("groups_alike", 0.0)
+    if not statistics["episodes"]:
+        without_step(controller, given.iteration, alike=alike > 0)
+    result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
+    failed = sum(
+        given.manifests[stage].metrics.get("episodes_failed", 0.0)
+        for stage in ("rollout", "reward")
+    )
+    prompts, groups = controller.config.rollout.prompts_per_iteration, statistics["groups"]
+    if "waves" in played:
+        # Groups that two episodes have rewards of were judged, whether they are trained on or not.
+        prompts, groups = played["prompts"], played["groups_different"] + alike
+    metrics = with_failures(result["metrics"], failed, prompts, groups)
+    return {**result, "metrics": metrics}
+
+
+def with_failures(
+    metrics: dict[str, float], failed: float, prompts: float, groups: float | None
+) -> dict[str, float]:
+    """The advantage stage's metrics, with the failed episodes, which no rank sees.
+
+    Episodes that failed in the rollout leave before its shards are written, episodes that could not
+    be scored before rewards are. groups: with an episode that has a reward; where groups are
+    compared, those that failed wholly are added to `groups_dropped`.
+    """
+    counted = {**metrics, "episodes_failed": failed}
+    if groups is not None:
+        counted["groups_dropped"] = metrics.get("groups_dropped", 0.0) + prompts - groups
+    return counted

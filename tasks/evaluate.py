@@ -1,0 +1,33 @@
+"""The evaluation stage: held-out episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from earl_core.control.replicas import play_evaluation
+from earl_core.control.stage_execution import StageWatch
+from tasks.publish import input_weights
+from tasks.stage import StageInputs, stage_task
+
+
+@stage_task
+def evaluation(given: StageInputs) -> dict[str, Any]:
+    """Play prompts and seeds that training never uses."""
+    controller, iteration, plan = given.controller, given.iteration, given.plan
+    weights = input_weights(controller, plan["update"], iteration, "evaluation")
+    with StageWatch(controller, plan["rollout"], iteration).fitting():
+        result = play_evaluation(controller, plan["rollout"], iteration, weights)
+    shares = {
+        f"outcome/{name}/{part}": float(value)
+        for name, parts in result["outcomes"].items()
+        for part, value in parts.items()
+    }
+    return {
+        "outputs": {"outcomes": result["outcomes"], "suites": result["suites"]},
+        "metrics": {**_without_outcomes(result["metrics"]), **shares},
+    }
+
+
+def _without_outcomes(metrics: dict[str, float]) -> dict[str, float]:
+    """`outcome/NAME` is `outcome/NAME/share`, which comes with its interval."""
+    return {name: value for name, value in metrics.items() if not name.startswith("outcome/")}
