@@ -105,7 +105,8 @@ def test_a_staleness_that_changes_on_resume_keeps_the_rollouts_that_fit(runs: Ru
 
 @pytest.mark.slow
 def test_an_engine_begins_a_rollout_before_the_other_has_ended_the_one_before(runs: Runs) -> None:
-    two = (*CORRECTED, "schedule.staleness=1", "stages.rollout.replicas=2")
+    # The first three rollouts wait for no update.
+    two = (*CORRECTED, "schedule.staleness=2", "stages.rollout.replicas=2")
     runs.train(*two, "name=whole")
     runs.train(*two, "stages.placement=shared", fault="rollout.played4@1=linger")
     runs.assert_learnt()
@@ -137,7 +138,7 @@ def test_two_iterations_ahead_over_hosts_with_all_that_reads_what_was_played(run
         "stages.update.replicas=2",
     )
     runs.train(*everything, "name=whole")
-    for moment in ("rollout.seal@3", "update.step0@2"):
+    for moment in ("rollout.seal@3", "update.seal@3"):
         fault = f"{moment}=kill"
         runs.train(*everything, "stages.placement=shared", fault=fault, expect=KILLED)
         runs.wait_for_workers_to_end()
