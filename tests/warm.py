@@ -61,11 +61,15 @@ ALL = (*CONTROLLER, *_RANK_MODULES)
 COMMAND = ("flows.cli.app", "flows.cli.training", "flows.cli.doctor", "flows.cli.environments")
 """What commands import before they know what they do, for `run`."""
 
-_OWN = ("EARL_", "XDG_STATE_HOME", "PYTEST_")
-"""Variables that imports do not read: they may differ from those of the process forked from."""
+_OWN = (
+    *("EARL_", "XDG_STATE_HOME", "PYTEST_", "PYTHONPATH", "MLFLOW_", "VLLM_", "TORCHINDUCTOR_"),
+    *("AITER_", "CUBLAS_", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "NUMEXPR_", "RAY_CLIENT_"),
+)
+"""Variables that imports do not read: they may differ from those of the process forked from. Many
+are set by libraries in whatever test process has imported them."""
 
-_SERVERS = ("PREFECT_", "MLFLOW_")
-"""Variables that imports of `COMMAND` do not read either."""
+_SERVERS = ("PREFECT_",)
+"""Variables that imports of ranks and of `COMMAND` do not read either."""
 
 
 class Started:
@@ -156,7 +160,8 @@ def _read_by_imports(
 
 def _ranks(owner: int) -> str:
     # As the process that it stands for is started.
-    return _importing(_RANK_MODULES, _read_by_imports(fork_server._environment()), owner)
+    environment = _read_by_imports(fork_server._environment(), _SERVERS)
+    return _importing(_RANK_MODULES, environment, owner)
 
 
 def run(

@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are not in docs/."""
     for name, path in outside().items():
         files.append(File.generated(config, name, content=path.read_text()))
-    for picture in sorted((ROOT / "examples").glob("*/curve.svg")):
+    for picture in sorted((ROOT / "examples").glob("*/*.svg")):
         name = picture.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, content=picture.read_text()))
     files.append(File.generated(config, COMMAND_LINE, content=command_line()))
