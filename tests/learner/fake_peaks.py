@@ -219,7 +219,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 
     joined, compiling = DeviceMesh._concatenate, torch.compile
     with (
-        patch.object(token_logprobs, "_multiply", multiply),
+        patch.object(token_logprobs, "multiply", multiply),
         patch.object(token_logprobs, "_LOGITS_PER_STEP", token_logprobs._LOGITS_PER_STEP_OF_A_GPU),
         patch.object(DeviceMesh, "_concatenate", staticmethod(join)),
         patch.object(torch, "compile", partition),
