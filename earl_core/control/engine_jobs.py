@@ -1,8 +1,9 @@
 """The engines at work on one job: a rollout or an evaluation, dealt out and played side by side.
 
 Each engine is a worker group of its own. The items are dealt in contiguous shares, one for each
-engine; an engine that is lost costs its share, which the others then play, also if they have gone
-on to the next rollout meanwhile.
+engine, whichever is the first: on which host an episode lies does not depend on time, because ranks
+train on what lies near them. An engine that is lost costs its share, which the others then play,
+also if they have gone on to the next rollout meanwhile.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Engines:
     def _engine(self, member: int) -> None:
         turns, asked = self.controller.turns, True
         try:
-            while asked or self._comes_back():
+            while asked or self._comes_back(member):
                 with turns.turn(member, self.job.iteration, self._is_over, asked):
                     if asked:
                         self._ready(member)
@@ -186,12 +187,14 @@ class Engines:
             return self._given_up.is_set() or not (self._waiting or self._playing)
 
     def _play(self, member: int) -> None:
-        """Play the shares that wait."""
+        """Play the shares that wait for this engine."""
         while True:
             with self._changed:
-                if not self._waiting or self._given_up.is_set():
+                share = self._next(member)
+                if share is None or self._given_up.is_set():
                     return
-                share = self._playing[member] = self._waiting.popleft()
+                self._waiting.remove(share)
+                self._playing[member] = share
             result = self._call(member, self.job.method, **self.job.arguments(share))
             self._finish(Played(share, member, result))
 
@@ -207,13 +210,29 @@ class Engines:
         elif self.controller.groups.live("rollout", member) is not before:
             self._built.append(time.perf_counter() - started)
 
-    def _comes_back(self) -> bool:
+    def _next(self, member: int) -> Share | None:
+        """The next share for this engine: its own, or what a lost one leaves."""
+        others = range(self.deployment.replicas)
+        return next(
+            (
+                share
+                for share in self._waiting
+                if share.number == member or share.number not in others or share.number in self.lost
+            ),
+            None,
+        )
+
+    def _comes_back(self, member: int) -> bool:
         """Wait for a share of an engine that is lost; whether one has come."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._waiting or not self._playing or self._given_up.is_set()
+                lambda: (
+                    self._next(member)
+                    or not (self._waiting or self._playing)
+                    or self._given_up.is_set()
+                )
             )
-            return bool(self._waiting) and not self._given_up.is_set()
+            return self._next(member) is not None and not self._given_up.is_set()
 
     def _finish(self, played: Played) -> None:
         with self._changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 import time
@@ -189,16 +190,18 @@ def test_an_engine_goes_on_to_the_next_rollout_and_comes_back(
     alone = [played(controller, engines(2), k, each) for k, each in enumerate((weights, newer))]
     for each in alone:
         each["rows"] = rows(controller, each)
-    left = threading.Event()
-    controller.turns = EngineTurns(lambda iteration: left.set())
+    left: queue.Queue[int] = queue.Queue()
+    controller.turns = EngineTurns(left.put)
     (tmp_path / "hold").touch()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         first = pool.submit(played, controller, engines(2), 0, weights)
-        assert left.wait(60)
-        ahead = played(controller, engines(2), 1, newer)
+        assert left.get(timeout=60) == 0
+        second = pool.submit(played, controller, engines(2), 1, newer)
+        assert left.get(timeout=60) == 1
         assert not first.done()
         kill_the_held_engine(controller, tmp_path)
         assert_equal(controller, first.result(60), alone[0])
+        ahead = second.result(60)
     assert first.result()["metrics"]["replicas_lost"] == 1
     told = [
         [(row["episode_id"], row["tokens"]) for row in each]
