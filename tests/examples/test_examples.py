@@ -80,10 +80,11 @@ def test_an_example_begins_with_demonstrations(folder: Path, tmp_path: Path) -> 
     subprocess.run([sys.executable, "demonstrations.py", "--games", "8"], check=True)
     imitated, played = _trained(
         "warm_start.yaml", tmp_path, "model.path=tiny", "model.builder=earl_core.models.tiny:build",
-        "model.builder_options={hidden: 32, layers: 2, warm_start_steps: 10}",
+        "model.builder_options={hidden: 32, layers: 2, warm_start_steps: 80}",
+        "model.builder_options.warm_start_learning_rate=0.01",
         "imitation.iterations=1", "imitation.episodes_per_iteration=8", "imitation.minibatches=2",
     )  # fmt: skip
-    assert imitated["demonstrate/demonstrations"] == 8
+    assert imitated["demonstrate/episodes"] == 8
     assert played["rollout/episodes"] == 32
 
 
