@@ -74,13 +74,14 @@ def test_versions_answer_side_by_side_each_with_its_own_numbers(
     driver, engine = bench.driver, bench.driver.engine
     pairs = {version: random_pairs(bench.model, version) for version in (1, 2)}
     models = {version: merged(bench.model, pairs.get(version, {})) for version in range(3)}
+    # Made before, because answers of the first version must not end meanwhile.
+    manifests = {v: published(pairs[v], tmp_path / "published", v) for v in pairs}
 
     async def overlapping() -> list[list[Completion]]:
         running = []
         for version in models:
             if version:
-                manifest = published(pairs[version], tmp_path / "published", version)
-                await engine.play_under(manifest)
+                await engine.play_under(manifests[version])
             asked = [
                 request(10 * version + index, prompt, max_tokens=120, temperature=1.0)
                 for index, prompt in enumerate(PROMPTS)
