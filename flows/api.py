@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["ConfigError", "EarlError", "Game", "Iteration", "Run"]
 
 _FIRST_PROMPT = 2**41
-"""First prompt of games that are played for people: far from the prompts of training and of
-evaluation."""
+"""First prompt of games played for people: far from those of training and of evaluation."""
 
 
 @dataclass(frozen=True)

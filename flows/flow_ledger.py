@@ -76,8 +76,7 @@ def note_from_tags(flow_run: str, tags: list[str]) -> Note | None:
 
 
 def labels_of(tags: Iterable[str]) -> dict[str, str]:
-    """Return those of a flow run's tags that are none for people, as labels, which pages do not
-    show."""
+    """Those of a flow run's tags that are not for people, as labels, which pages do not show."""
     marks = [tag for tag in tags if tag.startswith((_OWNER, _RUNS))]
     return {name: value for name, _, value in (mark.partition(":") for mark in marks)}
 

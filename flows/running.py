@@ -201,8 +201,7 @@ async def recorded(
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Have the log of the flow run at hand be that of threads, which is told of work that goes on
-    in silence."""
+    """Have this flow run's log be that of threads, which tell of work that goes on in silence."""
     global _pace
     outermost = not _loggers
     logger = get_run_logger()

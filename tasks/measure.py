@@ -57,8 +57,7 @@ _FAILURES = 3
 def profile_of(
     config: RunConfig, hardware: Hardware, model: ModelShape
 ) -> tuple[Path, str, ProfileTable]:
-    """Return the directory of the profile of this model, hardware and software, its fingerprint,
-    and the table.
+    """The directory of this model's, hardware's and software's profile, the fingerprint, the table.
 
     The table is empty where nothing was measured. Raises `ProfileError` for a damaged file.
     """

@@ -112,8 +112,7 @@ def finish_iteration(
 async def publish_artifacts(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
-    """The plan and what it was chosen among, the curve, two episodes and the way to MLflow, in
-    Prefect's UI.
+    """Prefect's pages: the plan and its candidates, the curve, two episodes, the way to MLflow.
 
     manifests: up to the update's. The observations of the stages are made first. Pages that cannot
     be made or stored stop no training.

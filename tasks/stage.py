@@ -19,8 +19,7 @@ from earl_core.system import fault_points
 from tasks.result_security import SERIALIZER, result_directory
 
 StageRef = dict[str, Any]
-"""Reference that one task hands to the next: {"run", "iteration", "stage", "digest"}; never
-data."""
+"""What one task hands to the next: {"run", "iteration", "stage", "digest"}; never data."""
 
 Body = Callable[[], dict[str, Any]]
 """Runs a stage; returns {"shards", "outputs", "metrics"}, each optional."""

@@ -225,8 +225,7 @@ class LogFile:
     offset: int = 0
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """Return the last lines written since this start, without colours, progress bars and
-        secrets."""
+        """The last lines written since this start, without colours, progress bars and secrets."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)

@@ -192,8 +192,7 @@ class RemoteRank:
             self._ask("kill", self._number, seconds=UNANSWERED_SECONDS)
 
     def end(self, pid: int | None) -> None:
-        """Have the daemon end the rank, as `RankProcess` wants. The ranks of a lost host end with
-        their daemon."""
+        """Have the daemon end the rank. The ranks of a lost host end with their daemon."""
         with suppress(ConnectionError):
             self._ask("end", self._number, pid)
 

@@ -31,8 +31,7 @@ Json = dict[str, Any]
 Progress = Callable[[Json], None]
 
 STRAGGLER_SECONDS = 5.0
-"""Seconds in which the other ranks may still answer after one has failed; they may wait for it for
-ever."""
+"""Seconds in which other ranks may still answer after one has failed, which they may wait for."""
 
 CANCEL_SECONDS = 10.0
 """Seconds that a cancelled call may take to return before it costs the group."""
@@ -185,8 +184,7 @@ def merge_results(
 ) -> dict[str, Any]:
     """All shards in rank order, and the metrics merged by their rules.
 
-    The metrics of a single rank are returned as they are. Raises `ValueError` for a metric
-    without a rule.
+    A single rank's are returned as they are. Raises `ValueError` for a metric without a rule.
     """
     shards = [shard for result in results for shard in result.get("shards", ())]
     if len(results) == 1:
@@ -252,8 +250,7 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Loss:
-    """The reason why a group can take no more calls; `rank` is None when it is no single rank's
-    doing."""
+    """The reason why a group can take no more calls; `rank` is None when no single rank did it."""
 
     kind: LossKind
     reason: str
@@ -265,9 +262,8 @@ class Loss:
 class Monitor(threading.Thread):
     """Reads what ranks and supervisors send; all it writes is guarded by `condition`.
 
-    `loss` is the first reason why the group is unusable, `told` whether a call has raised it.
-    `call_id` and `progress` belong to the call under way. `finished` is set when no process of the
-    group is left.
+    `loss` is the first reason why it is unusable, `told` whether a call has raised it. `call_id`
+    and `progress` belong to the call under way. `finished`: set when no process of it is left.
     """
 
     def __init__(

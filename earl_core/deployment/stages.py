@@ -272,8 +272,7 @@ EVALUATION = Stage(
         *_SCORED,
     ),
 )
-"""The stage that plays episodes between iterations; its seal lies beside those of the iterations'
-stages."""
+"""The stage that plays episodes between iterations; its seal lies beside those of their stages."""
 
 STAGE_SETTINGS: Mapping[str, tuple[str, ...]] = {
     stage.name: stage.settings for stage in (*STAGES.values(), EVALUATION)

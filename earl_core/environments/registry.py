@@ -78,8 +78,7 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
 
 
 def _refuse_other(factory: Any, name: str) -> None:
-    """Raise `ConfigError` before something is called that makes no environment, as far as it
-    says."""
+    """Raise `ConfigError` before something is called that makes no environment by what it says."""
     refuse_library(factory, name, "the environment")
     made = _made_by(factory)
     kinds = inspect.getmro(made) if made else ()
@@ -168,8 +167,7 @@ async def toolbox(
     timeout_seconds: float,
     environment: Any,
 ) -> Toolbox:
-    """Collect the tools that the model may call beside the methods of the environment, which are
-    checked, too.
+    """Collect the tools of the model beside the methods of the environment, which are checked, too.
 
     Servers stay connected as long as the event loop lives. Raises ConfigError.
     """

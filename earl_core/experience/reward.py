@@ -1,5 +1,4 @@
-"""The reward stage: one reward per episode, from the rewards of its turns and what reward functions
-gave.
+"""The reward stage: one reward per episode, of its turns' rewards and what reward functions gave.
 
 An episode that a function could not score has no reward, and so no row: the advantage stage, which
 reads the rows that both the rollout and the reward have, does not see it.

@@ -1,5 +1,4 @@
-"""Scores of reward functions for the episodes of a rank: many at a time, each asked for again when
-it fails.
+"""Scores of reward functions for a rank's episodes: many at a time, each asked again when it fails.
 
 A function gets an episode as a dict of plain data:
 

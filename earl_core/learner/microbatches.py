@@ -288,9 +288,8 @@ class UpdateMetrics:
         )
 
     def compare(self, ranks: Ranks) -> dict[str, float]:
-        """Engine against trainer, over the trained tokens of all ranks since the last call that
-        the policy as it was before this update has sampled; nothing without such tokens.
-        Collective.
+        """Engine against trainer, over the trained tokens of all ranks since the last call that the
+        policy before this update has sampled; nothing without such tokens. Collective.
         """
         parts = [
             np.concatenate([trainer.cpu().numpy()[:, None], engine], axis=1)

@@ -271,9 +271,8 @@ class _Sums:
 
 
 class _Slope(NamedTuple):
-    """The loss's gradient of the logits, but for the chosen tokens' part, as a function of lowered
-    logits y: exp(y) * (constant + linear * y), float32 [T'] each; linear: None where entropies send
-    none.
+    """The gradient of the logits, but for the chosen tokens' part, as a function of lowered logits
+    y: exp(y) * (constant + linear * y), float32 [T'] each; linear: None where entropies send none.
 
     dH/dlogit = -p (log p + H), where log p = y - log of the sum of exponentials.
     """
@@ -361,8 +360,7 @@ def _compiled(function: Callable[..., _T]) -> Callable[..., _T]:
 def _places(
     targets: torch.Tensor, vocabulary: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each target's place among this rank's rows (0 for one of another rank), and whether it
-    is there."""
+    """Each target's place among this rank's rows, 0 for another rank's, and whether it is there."""
     if vocabulary is not None:
         return vocabulary.places(targets)
     return targets, torch.ones_like(targets, dtype=torch.bool)

@@ -65,9 +65,7 @@ class _Rows:
 
 
 class LearnerWorker(ModelWorker):
-    """Call `restore` first; then `update`, `publish`, `save`, `reshard` and `restore` in any
-    order.
-    """
+    """Call `restore` first, then `update`, `publish`, `save`, `reshard` and itself in any order."""
 
     stage = "update"
 
@@ -105,8 +103,7 @@ class LearnerWorker(ModelWorker):
         record: dict[str, Any],
         link_bytes: float = 0.0,
     ) -> dict[str, Any]:
-        """Apply the iteration's update to the version assigned to it, once; write `checkpoint` if
-        given.
+        """Apply the iteration's update to its assigned version, once; write `checkpoint` if given.
 
         manifests: references to the rollout's, the reference's if there is one, and last the
         advantage's; or to that of demonstrations alone. link_bytes: see `Layout`.
@@ -173,8 +170,7 @@ class LearnerWorker(ModelWorker):
     def reshard(self, deployment: dict[str, Any]) -> dict[str, Any]:
         """Change the mesh of the live state, bit for bit, and the other settings of the deployment.
 
-        Raises `EarlError` for a dirty state, `ConfigError` for a mesh that the model does not
-        fit.
+        Raises `EarlError` for a dirty state, `ConfigError` for a mesh that does not fit the model.
         """
         self._require_clean("be resharded")
         wanted = StageDeployment(**deployment)

@@ -69,8 +69,7 @@ logger = logging.getLogger(__name__)
 
 _IDENTITY = ("seed", "model")
 """Settings that make a run another one, beside what is played. The rest may change when it is
-resumed: how many episodes may fail, how many hosts there are and how long they may take, among
-others."""
+resumed: how many episodes may fail, how many hosts there are, how long they may take, and so on."""
 
 
 class RunDirectory:
@@ -153,9 +152,8 @@ class RunDirectory:
 
         A run that exists keeps its stored configuration until `store_config`.
 
-        Raises `InUse` when a live process holds it, `ConfigError` when the directory belongs to
-        a run of another model, environment or seed, and `RunDamaged` when its run.json was lost or
-        edited.
+        Raises `InUse` when a live process holds it, `ConfigError` when the directory belongs to a
+        run of another model, environment or seed, `RunDamaged` when run.json was lost or edited.
         """
         path = Path(config.runs_directory) / config.name
         make_directory(path, mode=0o700)

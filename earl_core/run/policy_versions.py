@@ -95,8 +95,7 @@ class PolicyVersions:
         return self.update(iteration).made if makes == "weights" else self.played(iteration)
 
     def maker(self, version: int) -> int | None:
-        """The iteration whose update made this version, or is to make it; None: no iteration of the
-        run does."""
+        """The iteration whose update made this version, or is to; None: none of the run does."""
         for iteration in self._iterations():
             made = self.update(iteration).made
             if made <= version:

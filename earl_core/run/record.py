@@ -163,8 +163,7 @@ def config_of_run(run_directory: str | Path, overrides: Sequence[str] = ()) -> R
 
 
 def stored_config(run_directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the configuration as `config_of_run` does, under the name and the place where the run
-    lies now.
+    """Read the configuration as `config_of_run` does, by the name and place that the run has now.
 
     Raises `ConfigError` where no run lies.
     """
@@ -179,8 +178,7 @@ def stored_config(run_directory: Path, overrides: Sequence[str] = ()) -> RunConf
 
 
 def is_finished(run_directory: Path) -> bool:
-    """Tell whether the run says of itself that it is over; false where its record cannot be
-    read."""
+    """Tell whether the run's record says that it is over; false where that cannot be read."""
     try:
         return read_record(run_directory).get("finished") is True
     except (FileNotFoundError, RunDamaged):
@@ -227,8 +225,7 @@ def given_in(settings: Mapping[str, Any], part: str) -> Any:
 
 
 def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """List the settings that differ from those the run last worked with, each as `name: old →
-    new`."""
+    """List the settings that differ from those of the run's last attempt, as `name: old → new`."""
     before = dict(flat(record.get("settings", {})))
     now = dict(flat(settings_of(config)))
     return [

@@ -64,8 +64,7 @@ def newest_whole(run: Path, stable: list[int]) -> tuple[int, list[str]]:
 def go_back(run: Path, iteration: int) -> None:
     """Have the run go on after this iteration's checkpoint (`INITIAL`: from the initial model).
 
-    Raises `CheckpointError` when that is not there or damaged, before anything is changed, and
-    `InUse`.
+    Raises `CheckpointError` when that is missing or damaged, before any change, and `InUse`.
     """
     with RunLock(run):
         stable = stable_checkpoints(run)

@@ -2,8 +2,7 @@
 
 A run whose rollouts are stale (`schedule.staleness` above 0) plays versions that no learner holds
 any more, and the newest before a resumed learner holds it. Before a checkpoint becomes STABLE they
-are copied from shared memory, so that whoever goes on from it finds them. They go with the
-checkpoint.
+are copied from shared memory, so that a resume from it finds them. They go with it.
 """
 
 from __future__ import annotations

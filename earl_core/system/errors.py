@@ -77,5 +77,4 @@ class InUse(EarlError):
 
 
 class NotOurs(EarlError, OSError):
-    """Something lies in a place of ours that was not put there by us, or others can reach into
-    it."""
+    """Something lies in a place of ours that we did not put there, or others can reach into it."""

@@ -44,8 +44,7 @@ _NETWORK = frozenset(
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write `data` so that `path` never holds half of it; on disk when this returns.
 
-    mode: who may read the file; by default its owner alone, because it may hold what others must
-    not see.
+    mode: who may read the file; by default its owner alone: it may hold what others must not see.
     """
     with writing_atomic(path, mode) as descriptor:
         write_all(descriptor, data)
@@ -268,8 +267,7 @@ def _change(descriptor: int, kind: int, start: int, length: int) -> bool:
 def is_held(path: Path) -> bool:
     """Tell whether somebody has `path` locked. Takes nothing.
 
-    A file that cannot be looked at counts as held, because callers want to know whether it may be
-    removed.
+    A file that cannot be looked at counts as held: callers ask whether it may be removed.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -19,8 +19,7 @@ from earl_core.system.errors import EarlError
 
 
 class WireError(EarlError, ValueError):
-    """A message that cannot cross between two processes: too large, not JSON, or not of their
-    protocol."""
+    """A message that cannot cross between processes: too large, not JSON, not of their protocol."""
 
     expected = False
 

@@ -97,8 +97,7 @@ def driver_version() -> DriverVersion | None:
 
 
 def gpu_loads() -> list[GpuLoad]:
-    """Measure the present load of all GPUs of this machine. Raises `ConfigError` as
-    `visible_gpus`."""
+    """Measure the load of all GPUs of this machine. Raises `ConfigError` as `visible_gpus`."""
     with _driver() as nvml:
         handles = [] if nvml is None else _handles(nvml)
         return [_load(nvml, index, handle) for index, handle in enumerate(handles)]

@@ -104,8 +104,7 @@ def refuse_library(found: Any, path: str, what: str) -> None:
 
 
 def import_object(path: str, what: str) -> Any:
-    """Import the object that `package.module:name` names. Raises `ConfigError`, which calls it
-    `what`."""
+    """Import the object `package.module:name`. Raises `ConfigError`, which calls it `what`."""
     module, _, name = path.partition(":")
     if not (module and name):
         raise ConfigError(f"{what} is {path!r}", remedy="write an import path, package.module:name")

@@ -160,9 +160,8 @@ class OutOfMemory(EarlError, MemoryError):
 
 @contextmanager
 def guarded(stage: str, doing: str, advice: str = "", **details: Any) -> Iterator[None]:
-    """Raise `OutOfMemory` of this stage in place of what any allocator raises inside; one that is
-    raised inside already becomes this stage's. details: more of its payload. Also a decorator of
-    plain functions.
+    """Raise `OutOfMemory` of this stage in place of what any allocator raises inside; one raised
+    inside becomes this stage's. details: more of its payload. Also a decorator of plain functions.
     """
     try:
         yield

@@ -1,7 +1,6 @@
 """Ranks that do one thing together: a failure of one is the error of all, so that none waits.
 
-The ranks exchange arrays of numbers and JSON texts in the host's memory, never pickles; no device
-waits for it.
+Ranks exchange arrays of numbers and JSON in the host's memory, never pickles; no device waits.
 """
 
 from __future__ import annotations

@@ -85,8 +85,7 @@ class Slice:
 
 
 def slices_of(named: Mapping[str, torch.Tensor]) -> list[Slice]:
-    """Return the slice that this rank holds of each tensor: all of a plain one, the local part of a
-    DTensor.
+    """This rank's slice of each tensor: all of a plain one, the local part of a DTensor.
 
     Raises ValueError for a DTensor that is cut in no box, or that is a sum over ranks.
     """
@@ -192,8 +191,7 @@ def _box_of_row(row: list[int]) -> Box:
 
 
 def shares(boxes: Sequence[Box]) -> list[Box]:
-    """Return, for each rank, the part of its box that it speaks for; together they are all boxes,
-    once.
+    """For each rank the part of its box that it speaks for; together they are all boxes, once.
 
     boxes: of one tensor, by rank. Ranks that hold the same box split it evenly.
     """

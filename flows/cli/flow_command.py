@@ -1,5 +1,4 @@
-"""The part that commands which run a flow have in common: Prefect's server, signals, the
-display."""
+"""What commands that run a flow have in common: Prefect's server, signals, the display."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`earl serve`: a checkpoint, or any model, behind the gateway, for OpenAI clients that know the
-key."""
+"""`earl serve`: a checkpoint, or any model, behind the gateway, for OpenAI clients with the key."""
 
 from __future__ import annotations
 

@@ -74,12 +74,10 @@ _SWITCHES = ("switched", "resharded")
 def load_metrics(
     rollout: Mapping[str, float], earlier_contexts: Sequence[float]
 ) -> dict[str, float]:
-    """Derive, from the rollout's own metrics, which share of the contexts the model wrote, and
-    their trend.
+    """Derive from a rollout's metrics the share of contexts that the model wrote, and their trend.
 
     rollout: the metrics of its manifest. earlier_contexts: mean contexts of the iterations before,
-    oldest first. `context/trend` is in tokens an iteration, the slope of a line through the last
-    eight.
+    oldest first. `context/trend` is in tokens an iteration, the slope through the last eight.
     """
     metrics: dict[str, float] = {}
     context = rollout.get("context/mean", 0.0)
@@ -114,8 +112,7 @@ def _predicted(plan: DeploymentPlan, stage: str) -> dict[str, float]:
 
 
 def _measured_seconds(stage: Mapping[str, float]) -> float:
-    """Return the seconds of a stage by its own metrics: without the start of its workers, where it
-    knows."""
+    """Seconds of a stage by its own metrics: without the start of its workers, where it knows."""
     return float(stage.get("seconds", stage.get("stage_seconds", 0.0)))
 
 

@@ -251,8 +251,7 @@ def mlflow_name(name: str) -> str | None:
 
 
 def stored_name(name: str) -> str:
-    """A name that MLflow takes. Where it is another, it ends with a mark, so that two names never
-    become one."""
+    """A name that MLflow takes. A changed one ends with a mark, so that two never become one."""
     # One name that MLflow refuses costs all metrics of its step, and it wants a path in its
     # shortest form.
     parts = _BAD_NAME.sub("_", name).split("/")

@@ -160,8 +160,7 @@ class Tracker:
                 self._wake.notify_all()
 
     def _wait(self) -> None:
-        """Wait until there is something to do; while MLflow is away, until it is to be tried
-        again."""
+        """Wait until there is something to do; while MLflow is away, until the next try."""
         with self._wake:
             if self.failing:
                 self._wake.wait_for(lambda: self._closing is not None, timeout=self._retry_seconds)

@@ -14,8 +14,7 @@ bound, the rest to the least loaded replica anywhere. Exchanges between the most
 loaded replica repair the balance where it is over the bound. It is never worse than the bound or
 plain longest-processing-time-first, whichever is higher. Ties go to the lower item and the lower
 replica. A low bound costs bytes between hosts, a high one lets replicas wait for the most loaded:
-where it is known how many bytes a link carries meanwhile, the bound is the one that costs least
-time.
+where it is known how many bytes a link carries meanwhile, it is the one that costs least time.
 
 A worked example: four rows of 5, 3, 4 and 4 tokens, the first two in a shard on host oak, the
 others in one on elm, and two consumers, rank 0 on oak and rank 1 on elm. At a cost of 1 a token

@@ -63,8 +63,7 @@ class Incoming:
 
 
 def incoming_of(plan: DispatchPlan, host: str) -> Incoming:
-    """List the ranges that one consumer host reads from other hosts: every byte once for all its
-    ranks.
+    """List the ranges that a consumer host reads from other hosts: every byte once for its ranks.
 
     Raises `ManifestError` when columns overlap.
     """

@@ -187,8 +187,7 @@ class _Slots:
         self._numbers = itertools.count()
 
     def acquire(self, turn: tuple[int, int], patience: float) -> bool:
-        """Take a slot, true if one is free within so many seconds; the one with the least turn is
-        next."""
+        """Take a slot; true if one is free within so many seconds. The least turn is next."""
         with self._lock:
             if self._free and (not self._waiting or turn < self._waiting[0][0]):
                 self._free -= 1

@@ -66,8 +66,7 @@ class SegmentPool(PoolDirectory):
     `max_bytes` bounds all files in the directory but published weights; None: their bound follows
     from the file system (`system.shared_memory.SHARE`) and the number of `versions` of weights. A
     full pool makes `acquire` and `reserve` wait up to `wait_seconds` for a release. With `poison`
-    (or EARL_POISON=1) released segments are filled with 0xA5, so that reading after a release
-    shows.
+    (or EARL_POISON=1) released segments are filled with 0xA5, so that late reads show.
     """
 
     def __init__(
@@ -266,8 +265,7 @@ class SegmentPool(PoolDirectory):
         return self._segment(path, generation, mapping)
 
     def room_for_weights(self) -> int | None:
-        """Bytes that published weights can have here, those that they have included; None: there
-        is no limit."""
+        """Bytes that published weights can have here, those they have included; None: no limit."""
         available, held = self.available_bytes(), self.held()
         if available is None:
             return None

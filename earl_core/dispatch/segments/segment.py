@@ -214,8 +214,7 @@ class WritableMappings:
             each.close()
 
     def forget_parent(self) -> None:
-        """Start, in a forked child, a cache of its own, without the lock that a thread may have
-        held."""
+        """Start a forked child's own cache, without the lock that a thread may have held."""
         self._lock = threading.Lock()
         self._idle = OrderedDict()
 

@@ -45,8 +45,7 @@ class Spill:
     """The shards of one run under `url`, which may be a reference to one (`env:NAME`, `file:PATH`).
     Credentials come from the storage's own environment.
 
-    Raises `SpillError` when the storage's package is missing or the URL is none, `ValueError` for
-    what is no uid.
+    Raises `SpillError` for a missing package or what is no URL, `ValueError` for what is no uid.
     """
 
     def __init__(self, url: str, uid: str) -> None:

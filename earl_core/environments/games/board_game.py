@@ -1,5 +1,4 @@
-"""The part that all two-player board games share: turns, sides, illegal answers, rewards and
-messages.
+"""What two-player board games share: turns, sides, illegal answers, rewards and messages.
 
 Moves are written as numbers counted from 1; inside they count from 0.
 """

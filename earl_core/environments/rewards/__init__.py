@@ -45,8 +45,7 @@ def contained_number(completion: str, row: dict[str, Any]) -> float:
 def number_by_tools(
     completion: str, row: dict[str, Any], messages: Sequence[Message]
 ) -> tuple[float, dict[str, Any]]:
-    """Score as `contained_number` does, but 0.1 for a wrong number after a call that a tool has
-    answered."""
+    """Score as `contained_number`, but 0.1 for a wrong number after an answered call of a tool."""
     right = contained_number(completion, row)
     results = [message["content"] for message in messages if message["role"] == "tool"]
     called = any(not result.startswith("Error: ") for result in results)

@@ -97,8 +97,7 @@ class RankReader:
         without: np.ndarray | None = None,
     ) -> DispatchPlan:
         """Plan the rows that each rank reads; equal on all ranks. split: into parts that are
-        balanced one by one. link_bytes: see `Layout`. without: sample_ids of rows that nobody
-        reads.
+        balanced one by one. link_bytes: see `Layout`. without: sample_ids of rows left out.
 
         An episode is whole on one replica, so that losses over whole episodes are. So is a group if
         that keeps the replicas as even as the layout asks: its episodes begin alike, and the tokens

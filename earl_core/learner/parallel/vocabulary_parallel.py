@@ -61,6 +61,5 @@ class VocabularyShard:
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a cut parameter that this rank holds, with the way back of its
-    gradient."""
+    """This rank's part of a cut parameter, with the way back of its gradient."""
     return cast(DTensor, parameter).to_local()

@@ -126,8 +126,7 @@ def try_training_state(
 ) -> None:
     """Write what `write_training_state` will write below `parent`, but no tensors, and remove it.
 
-    Raises `ConfigError` where there is no room for one state, and what writing it raises.
-    Collective.
+    Raises `ConfigError` without room for one state, and what writing it raises. Collective.
     """
     ranks = Ranks(mesh)
     files = PolicyFiles(model, adapter)

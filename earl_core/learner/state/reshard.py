@@ -42,8 +42,7 @@ class _Entry(NamedTuple):
 
 @dataclass
 class Moved:
-    """The result and the cost of moving a model. peak_bytes: most memory beyond that of before and
-    after."""
+    """Result and cost of moving a model. peak_bytes: most memory beyond that before and after."""
 
     state: State = field(default_factory=dict)
     moved_bytes: int = 0
@@ -174,8 +173,7 @@ Places = list[tuple[nn.Module, str]]
 
 
 def places_of(model: nn.Module) -> dict[str, Places]:
-    """Return the places where the model uses each parameter: module and attribute; twice for tied
-    weights."""
+    """Where the model uses each parameter: module and attribute; two places for tied weights."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places: dict[str, Places] = {name: [] for name in names.values()}
     for module in model.modules():

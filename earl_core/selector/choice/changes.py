@@ -48,8 +48,7 @@ class StageSwitch(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The switch in words, such as `update: TP 1, microbatch 8192 -> 4096, checkpointing:
-        <reason>`.
+        """The switch, such as `update: TP 1, microbatch 8192 -> 4096, checkpointing: <reason>`.
 
         The degree of tensor parallelism is always named, everything else only where it differs.
         """

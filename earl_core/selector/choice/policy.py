@@ -212,8 +212,7 @@ def _joint(predictor: Predictor, found: Rows, current: Combination) -> Combinati
 
 def _configured(predictor: Predictor, found: Rows) -> Combination:
     """Return the deployments that the configuration names, where they are on offer: a run begins
-    with them unless more than noise speaks for others. A stage that it leaves open has nothing to
-    begin with."""
+    with them unless more than noise speaks for others. A stage left open begins with nothing."""
     plan = fixed_plan(predictor.given)
     named = [stage for stage in found if not predictor.given.leaves_open(stage)]
     wanted = {predictor.candidate_of(plan[stage]) for stage in named}
@@ -226,8 +225,7 @@ def _configured(predictor: Predictor, found: Rows) -> Combination:
 
 
 def _near(predictor: Predictor) -> bool:
-    """Tell whether the load is, within noise, still the one that the current plan was chosen
-    for."""
+    """Tell whether the load is, within noise, still that of the current plan's choice."""
     given, now = predictor.given, predictor.now
     basis = given.current.basis if given.current is not None else None
     if basis is None:

@@ -1,6 +1,4 @@
-"""The stage deployments that hardware and model allow, with a sentence for each degree that they do
-not.
-"""
+"""Stage deployments that hardware and model allow, with a sentence for each ruled-out degree."""
 
 from __future__ import annotations
 

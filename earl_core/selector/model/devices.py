@@ -180,8 +180,7 @@ _OF_DRIVERS = {
     "l4": "l4",
     "geforce rtx 4090": "rtx-4090",
 }
-"""Keys of `DEVICES` by what drivers call them after `NVIDIA`. The 480 GB of a GH200 are those of
-its host."""
+"""Keys of `DEVICES` by drivers' names after `NVIDIA`. The 480 GB of a GH200 are its host's."""
 
 _MIG = re.compile(r"(.+) mig (?:\d+c\.)?(\d)g\.\d+gb.*")
 _SIZE = re.compile(r"(\d+) ?gb\b")

@@ -1,9 +1,8 @@
 """Observations that a run makes of its own stages, and the selector's conclusions. Pure functions.
 
 A run keeps its observations in `RUN/selector.jsonl`. Rates mean what `ProfilePoint` and
-`Predictor.rate` mean by them, so that what was observed and what is predicted next are the same
-quantity: `decode_rate` and `training_rate` take a stage's seconds apart as the roofline puts them
-together.
+`Predictor.rate` mean by them, so that observed and predicted are the same quantity: `decode_rate`
+and `training_rate` take a stage's seconds apart as the roofline puts them together.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Debug, Json, Overrides, RunsDirectory
-from flows.cli.completion import complete_configuration
+from flows.cli.arguments import Debug, Json, Overrides, RunsDirectory, complete_configuration
 from flows.cli.errors import reported
 
 app = typer.Typer()

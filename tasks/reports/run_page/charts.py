@@ -2,8 +2,7 @@
 
 A chart has `title`, `y` (its axis, with the unit), `kind` (`lines`, or `bars`, which are stacked),
 `log` for a logarithmic axis, `series`, and `marks`: iterations with an upright line. A series has
-`name`, `x`, `y`, and where it has intervals `low` and `high`; `held_out` says that it is of
-evaluations.
+`name`, `x`, `y`, and where it has intervals `low` and `high`; `held_out`: it is of evaluations.
 """
 
 from __future__ import annotations

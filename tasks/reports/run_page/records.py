@@ -30,8 +30,7 @@ class RunRecords:
 
     state: finished, running or stopped. iterations, evaluations: a mapping of numbers each,
     ascending by `iteration`. plans: the sealed ones, ascending. selection: the newest input of the
-    selector, None where there is none. failures: by reason, how often episodes failed and in which
-    iterations.
+    selector, None where there is none. failures: by reason, how many episodes failed and where.
     """
 
     path: Path
