@@ -89,8 +89,7 @@ class Measured:
 
 
 def trl_candidates(precision: str) -> list[Settings]:
-    """List the candidates that compute in this precision: in float32 nothing plays by a bfloat16
-    copy."""
+    """Candidates that compute in this precision: in float32 nothing plays by a bfloat16 copy."""
     if precision == "bf16":
         return list(TRL_CANDIDATES)
     alike = [{**each, "bf16_copy": False} for each in TRL_CANDIDATES]

@@ -195,8 +195,7 @@ def play_held_out(found: Finished, episodes: int) -> float | None:
     if not list((path / "checkpoints").glob("*/STABLE")):
         return None
     config = load_config(
-        path / "config.yaml",
-        ["rollout.max_tokens_per_episode=null", "rollout.max_turns=1000000"],
+        path / "config.yaml", ["rollout.max_tokens_per_episode=null", "rollout.max_turns=1000000"]
     )
     with PolicyPlayer(config, find_checkpoint(path, config)) as player:
         result = player.evaluate(episodes, None)

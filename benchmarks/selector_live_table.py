@@ -1,5 +1,4 @@
-"""Measurements of `benchmarks.selector_live`, made twice, and their interpolation to loads in
-between."""
+"""Measurements of `benchmarks.selector_live`, made twice, interpolated to loads in between."""
 
 from __future__ import annotations
 

@@ -55,10 +55,7 @@ def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0)
     corrected = [note.flow_run for note in notes if _settle(access, runs_directory, note, timeout)]
     known = {note.flow_run for note in notes}
     chosen = {
-        "flow_runs": {
-            "tags": {"all_": [flow_ledger.TAG]},
-            "state": {"type": {"any_": _OPEN}},
-        },
+        "flow_runs": {"tags": {"all_": [flow_ledger.TAG]}, "state": {"type": {"any_": _OPEN}}},
         "flows": {"name": {"any_": _FLOWS}},
         "limit": 200,
     }

@@ -171,7 +171,7 @@ def run_pages(
         "curve": (
             curve_page(controller.config.name, lines, evaluations),
             f"The learning curve after {plural(iteration + 1, 'iteration')}",
-        ),
+        )
     }
     if plan is not None:
         pages["plan"] = (

@@ -60,8 +60,7 @@ class Report:
 def parser(
     description: str, *, smoke: bool = False, overrides: bool = False
 ) -> argparse.ArgumentParser:
-    """The options that every benchmark has. Processes that the benchmark starts from now on end
-    with it.
+    """The options that every benchmark has. Processes that it starts from now on end with it.
 
     description: its first line is shown. smoke, overrides: whether it has `--smoke` and `--set`.
     """
@@ -99,10 +98,7 @@ def build_model(config: RunConfig) -> None:
 
 def precision_of(config: RunConfig) -> list[str]:
     """Overrides that give another process the same precision."""
-    return [
-        f"rollout.dtype={config.rollout.dtype}",
-        f"update.precision={config.update.precision}",
-    ]
+    return [f"rollout.dtype={config.rollout.dtype}", f"update.precision={config.update.precision}"]
 
 
 def machine() -> dict[str, Any]:

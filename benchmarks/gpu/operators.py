@@ -178,8 +178,7 @@ class Recorder(TorchDispatchMode):
 
 
 def moved_bytes(function: Any, args: Sequence[Any], kwargs: Any, found: Any) -> float:
-    """Count the bytes that an operator reads of its inputs and writes of its outputs, each number
-    once."""
+    """Bytes that an operator reads of its inputs and writes of its outputs, each number once."""
     name = function._schema.name.split("::")[1]
     given = _by_argument(function, args, kwargs)
     inputs = [each for argument, each in given if not argument.is_out]
@@ -198,8 +197,7 @@ def moved_bytes(function: Any, args: Sequence[Any], kwargs: Any, found: Any) -> 
 
 
 def distinct_bytes(tensor: torch.Tensor) -> int:
-    """Count the bytes of the numbers that a tensor shows; those that an expansion repeats count
-    once."""
+    """Bytes of the numbers that a tensor shows; those that an expansion repeats count once."""
     numbers = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numbers *= size if stride or size == 0 else 1

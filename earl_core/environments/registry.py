@@ -162,10 +162,7 @@ def characters_of(environment: Environment, name: str) -> str:
 
 
 async def toolbox(
-    tools: Sequence[str],
-    mcp: Sequence[Mapping[str, Any]],
-    timeout_seconds: float,
-    environment: Any,
+    tools: Sequence[str], mcp: Sequence[Mapping[str, Any]], timeout_seconds: float, environment: Any
 ) -> Toolbox:
     """Collect the tools of the model beside the methods of the environment, which are checked, too.
 

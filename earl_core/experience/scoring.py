@@ -132,10 +132,7 @@ class Scorer:
         self._numbers = itertools.count()
 
     async def score(
-        self,
-        episodes: Sequence[Mapping[str, Any]],
-        of_episodes: int,
-        titles: Collection[str] = (),
+        self, episodes: Sequence[Mapping[str, Any]], of_episodes: int, titles: Collection[str] = ()
     ) -> Scores:
         """Ask every function for its scores of these episodes.
 

@@ -22,12 +22,7 @@ from earl_core.trajectory.schema import SAMPLE_BITS
 
 
 def measure_training(
-    learner: PolicyLearner,
-    config: RunConfig,
-    context: int,
-    samples: int,
-    *,
-    scoring: bool = False,
+    learner: PolicyLearner, config: RunConfig, context: int, samples: int, *, scoring: bool = False
 ) -> dict[str, float]:
     """Time a few microbatches and an optimizer step, and work out the whole stage from them.
 

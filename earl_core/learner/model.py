@@ -21,10 +21,7 @@ from earl_core.learner.low_rank import pairs_of
 from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.token_logprobs import HeadScore, multiply
-from earl_core.pretrained.huggingface import (
-    GradientCheckpointingLayer,
-    PreTrainedModel,
-)
+from earl_core.pretrained.huggingface import GradientCheckpointingLayer, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -141,11 +138,7 @@ class Scoring(nn.Module):
         self.compiled = False
 
     def forward(
-        self,
-        states: torch.Tensor,
-        packed: PackedTensors,
-        temperature: float,
-        entropy: EntropyMode,
+        self, states: torch.Tensor, packed: PackedTensors, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Score the trained tokens as `logprobs_of_trained` does; without targets the likeliest
         ones, returned in place of entropies, int64 [T']. states: [T, hidden], of all positions."""

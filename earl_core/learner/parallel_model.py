@@ -129,10 +129,7 @@ def parallelize(
     if mesh.deployment.tensor_parallel > 1:
         vocabulary = split_over_ranks(model, mesh.submesh("tensor_parallel"))
     scoring = Scoring(
-        head_of(model),
-        chunk_tokens=chunk_tokens,
-        vocabulary=vocabulary,
-        float32_head=float32_head,
+        head_of(model), chunk_tokens=chunk_tokens, vocabulary=vocabulary, float32_head=float32_head
     )
     module = PolicyModule(model, scoring)
     if mixed or mesh.group("parameters") is not None:

@@ -59,11 +59,7 @@ class HeadScore:
     compiled: bool = False
 
     def __call__(
-        self,
-        head: nn.Module,
-        states: torch.Tensor,
-        predictors: torch.Tensor,
-        targets: torch.Tensor,
+        self, head: nn.Module, states: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs, and entropies or None, of targets [T'] under softmax(logits / temperature);
         float32 [T'].
@@ -246,10 +242,7 @@ class _Sums:
         for some in _steps(logits, score):
             here = slice(rows.start + some.start, rows.start + some.stop)
             self.top[here], self.chosen[here], self.total[here], self.weighted[here] = take_up(
-                logits[some],
-                place[some, None],
-                score.temperature,
-                entropy=score.entropy != "none",
+                logits[some], place[some, None], score.temperature, entropy=score.entropy != "none"
             )
 
     def exchange(self, inside: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:

@@ -250,11 +250,7 @@ class LearnerWorker(ModelWorker):
         return steps
 
     def _rows(
-        self,
-        manifests: list[dict[str, Any]],
-        iteration: int,
-        link_bytes: float,
-        leases: ExitStack,
+        self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float, leases: ExitStack
     ) -> _Rows:
         """Open the rows of the update, and score them where it needs that. They are views that must
         go before the leases."""

@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from earl_core.deployment.stages import STAGES, stage_of
-from earl_core.dispatch.shards.manifest import (
-    Manifest,
-    ManifestError,
-    read_manifest,
-    sealed_path,
-)
+from earl_core.dispatch.shards.manifest import Manifest, ManifestError, read_manifest, sealed_path
 
 INITIAL_VERSION = 0
 """The initial model's."""

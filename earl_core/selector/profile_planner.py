@@ -21,12 +21,7 @@ from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.sizes import powers
-from earl_core.selector.profile.profile_table import (
-    ProfilePoint,
-    ProfileTable,
-    key_of,
-    log_ratios,
-)
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of, log_ratios
 from earl_core.system.settings import Settings
 
 GENERATED_TOKENS = 32
@@ -189,11 +184,7 @@ class _Survey:
     """Everything that is worth measuring under one table."""
 
     def __init__(
-        self,
-        given: SelectionInput,
-        grid: Grid,
-        table: ProfileTable,
-        skipped: frozenset[PlaceKey],
+        self, given: SelectionInput, grid: Grid, table: ProfileTable, skipped: frozenset[PlaceKey]
     ) -> None:
         self._given, self._grid, self._table = given, grid, table
         self._done = skipped | {point.bucket for point in table.points}

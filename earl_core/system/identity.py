@@ -52,9 +52,7 @@ def new_identity(certificate: Path) -> ssl.SSLContext:
     )
     public = made.public_bytes(serialization.Encoding.PEM)
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     # OpenSSL reads files only: one in memory, so that the key lies on no disk.

@@ -20,12 +20,7 @@ from earl_core.pretrained.model_directory import read_header
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, open_file, plan_layout
-from earl_core.weights.load import (
-    manifest_from_directory,
-    model_files,
-    names_problem,
-    open_weights,
-)
+from earl_core.weights.load import manifest_from_directory, model_files, names_problem, open_weights
 from earl_core.weights.manifest import (
     AdapterEntry,
     TensorEntry,

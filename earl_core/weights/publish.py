@@ -114,10 +114,7 @@ def _split_tied(
 
 
 def _write_together(
-    named_tensors: Mapping[str, torch.Tensor],
-    layout: FileLayout,
-    path: Path,
-    ranks: Ranks,
+    named_tensors: Mapping[str, torch.Tensor], layout: FileLayout, path: Path, ranks: Ranks
 ) -> str:
     """Every rank writes its share of its host's file, which the first one there seals; the tensors'
     digest."""

@@ -57,8 +57,7 @@ def _children(folder: Path) -> list[Path]:
 
 
 Run = Annotated[
-    str,
-    typer.Argument(help="Name of a run, or its directory.", autocompletion=complete_run),
+    str, typer.Argument(help="Name of a run, or its directory.", autocompletion=complete_run)
 ]
 Recipe = Annotated[
     str,

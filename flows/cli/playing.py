@@ -194,10 +194,7 @@ def _watch(
 
 
 def _against_person(
-    player: PolicyPlayer,
-    person: Person,
-    place: tuple[int, int],
-    temperature: float | None,
+    player: PolicyPlayer, person: Person, place: tuple[int, int], temperature: float | None
 ) -> str:
     console = person.console
     environment = person.game

@@ -24,11 +24,7 @@ _FILE = "serve.key"
 
 
 def serve(
-    what: tuple[str, str],
-    which: str,
-    overrides: list[str],
-    port: int,
-    temperature: float | None,
+    what: tuple[str, str], which: str, overrides: list[str], port: int, temperature: float | None
 ) -> None:
     """Serve until Ctrl-C. what: a run's name or path, or a model directory; and the directory of
     runs. which: the checkpoint. temperature: of every answer; None as in the run."""

@@ -198,7 +198,7 @@ def serve_shards(run: str, runs_directory: str, host: str, port: int) -> None:
     console = make_console()
     console.print(f"Serving the shards of {path} at {server.address}, read-only.")
     console.print(
-        f"Each call needs the header `authorization: Bearer TOKEN`; the token is in {place}.",
+        f"Each call needs the header `authorization: Bearer TOKEN`; the token is in {place}."
     )
     console.print(
         f'pyarrow.flight.connect("{server.address}").list_flights(options=...) lists them; '

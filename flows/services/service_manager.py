@@ -39,12 +39,7 @@ from flows.server import (
     running_server,
     server_environment,
 )
-from flows.server_access import (
-    PROBE_SECONDS,
-    START_SECONDS,
-    Access,
-    named_by_profile,
-)
+from flows.server_access import PROBE_SECONDS, START_SECONDS, Access, named_by_profile
 from flows.services.process import end, mlflow_answers, spawn, until
 from flows.services.worker import reports, start_worker, stop_flow_runs
 from tasks.tracking.mlflow_client import default_database

@@ -17,12 +17,7 @@ from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.explain import comparable_peak
 from earl_core.selector.profile.observations import Observation
 
-_TRAINING_ONLY = (
-    "context_parallel",
-    "shard",
-    "activation_checkpointing",
-    "offload_optimizer",
-)
+_TRAINING_ONLY = ("context_parallel", "shard", "activation_checkpointing", "offload_optimizer")
 _TREND_WINDOW = 8
 
 
@@ -41,10 +36,7 @@ def selector_metrics(
     is 0 (none), 1 (selective) or 2 (full).
     """
     moved = {change.stage for change in stage_changes(before, plan) if change.switched}
-    metrics = {
-        "selector/attempts": plan.attempt + 1.0,
-        "selector/switches": float(len(moved)),
-    }
+    metrics = {"selector/attempts": plan.attempt + 1.0, "selector/switches": float(len(moved))}
     for stage in SELECTABLE:
         if stage not in plan.stages or stage not in manifests:
             continue

@@ -223,12 +223,7 @@ def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send |
     mismatch = {part: row[name] for part, name in names.items() if name in row}
     traces = [
         episode_trace(
-            run.uid,
-            iteration,
-            each,
-            seconds,
-            tools=each["environment"] in tools,
-            mismatch=mismatch,
+            run.uid, iteration, each, seconds, tools=each["environment"] in tools, mismatch=mismatch
         )
         for each in episodes
     ]

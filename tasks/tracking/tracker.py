@@ -211,11 +211,7 @@ class Tracker:
 
         mlflow, tags = self._call(connect)
         self._sent, self._tags = sent_before(run, tags), {}
-        ids = {
-            "uri": self.uri,
-            "run_id": mlflow.run_id,
-            "experiment_id": mlflow.experiment_id,
-        }
+        ids = {"uri": self.uri, "run_id": mlflow.run_id, "experiment_id": mlflow.experiment_id}
         if record != ids:
             run.update_record(tracking=ids)
         self.run_id, self.experiment_id = mlflow.run_id, mlflow.experiment_id

@@ -68,10 +68,7 @@ class Skeleton:
 
 
 def make_skeleton(
-    schema: pa.Schema,
-    rows: int,
-    lengths: Mapping[str, np.ndarray],
-    metadata: Mapping[str, str],
+    schema: pa.Schema, rows: int, lengths: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> Skeleton:
     """Lay out a file of one record batch.
 

@@ -247,10 +247,7 @@ class BoardGame(ABC, Generic[StateT]):
             text = self.compact_text(self._state)
         else:
             text = f"{self.board_text(self._state)}\n{words[outcome]}"
-        metrics = {
-            "agent_moves": float(self._agent_moves),
-            "illegal_answers": float(self._illegal),
-        }
+        metrics = {"agent_moves": float(self._agent_moves), "illegal_answers": float(self._illegal)}
         if self.wants_policy:
             metrics["opponent_illegal_answers"] = float(self._rival.illegal if self._rival else 0)
         info: dict[str, Any] = {

@@ -40,10 +40,7 @@ main()
 _COMMAND = (sys.executable, "-I", "-B", "-X", "utf8", "-c", _START)
 # One thread each: libraries begin one for every core, which are more than the code may have.
 _THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR")
-_VARIABLES = {
-    "PATH": os.defpath,
-    **{f"{library}_NUM_THREADS": "1" for library in _THREADS},
-}
+_VARIABLES = {"PATH": os.defpath, **{f"{library}_NUM_THREADS": "1" for library in _THREADS}}
 
 
 async def python(code: str) -> str:

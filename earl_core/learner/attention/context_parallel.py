@@ -69,10 +69,7 @@ class ContextCut:
     def stretches(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """(start, stop) of the rank's early and of its late stretch."""
         late = 2 * self.size - 1 - rank
-        return (
-            (self.edges[rank], self.edges[rank + 1]),
-            (self.edges[late], self.edges[late + 1]),
-        )
+        return ((self.edges[rank], self.edges[rank + 1]), (self.edges[late], self.edges[late + 1]))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

@@ -26,12 +26,7 @@ from torch import nn
 from earl_core.learner.state.model_files import PolicyFiles
 from earl_core.learner.state.optimizer import PolicyOptimizer, State
 from earl_core.pretrained.huggingface import PreTrainedModel, PreTrainedTokenizerBase
-from earl_core.run.checkpoints import (
-    describe_state,
-    file_checksum,
-    read_state,
-    verify_files,
-)
+from earl_core.run.checkpoints import describe_state, file_checksum, read_state, verify_files
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import remove, sync
 from earl_core.system.storage_errors import NotWritten, naming

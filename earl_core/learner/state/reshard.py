@@ -17,11 +17,7 @@ from torch import nn
 
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.exchange import BoxExchange
-from earl_core.tensors.slices import (
-    boxes_of_all,
-    is_distributed,
-    slices_of,
-)
+from earl_core.tensors.slices import boxes_of_all, is_distributed, slices_of
 
 if TYPE_CHECKING:
     from earl_core.learner.parallel.mesh import UpdateMesh
@@ -50,12 +46,7 @@ class Moved:
 
 
 @torch.no_grad()
-def move_state(
-    old: nn.Module,
-    state: State,
-    shell: nn.Module,
-    mesh: UpdateMesh,
-) -> Moved:
+def move_state(old: nn.Module, state: State, shell: nn.Module, mesh: UpdateMesh) -> Moved:
     """Fill `shell`, a model on the meta device laid out for `mesh`, with what `old` holds.
 
     state: of the optimizer, by parameter name, with local parts. Returns it in the new layout.

@@ -149,10 +149,7 @@ def overflow_tokens(observations: Iterable[Observation]) -> float:
 
 
 def refined(
-    profile: ProfileTable,
-    observations: Iterable[Observation],
-    half_life: float,
-    hardware: Hardware,
+    profile: ProfileTable, observations: Iterable[Observation], half_life: float, hardware: Hardware
 ) -> ProfileTable:
     """The profile with what the run measured itself. half_life: in iterations."""
     for seen in observations:

@@ -19,9 +19,7 @@ Configuration = Annotated[str, typer.Argument(help=_WHAT, autocompletion=complet
 
 @app.command()
 def runs(
-    runs_directory: RunsDirectory = "runs",
-    as_json: Json = False,
-    debug: Debug = False,
+    runs_directory: RunsDirectory = "runs", as_json: Json = False, debug: Debug = False
 ) -> None:
     """List the runs of a directory: state, iterations, last return, size."""
     with reported(debug):

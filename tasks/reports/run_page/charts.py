@@ -181,11 +181,7 @@ def _chart(title: str, y: str, *series: Series | None, marks: Sequence[int] = ()
 
 
 def _series(
-    name: str,
-    lines: Sequence[Line],
-    key: str,
-    interval: Interval | None = None,
-    scale: float = 1.0,
+    name: str, lines: Sequence[Line], key: str, interval: Interval | None = None, scale: float = 1.0
 ) -> Series:
     """One line of a chart, of the lines that have its number; the share of an outcome is 0 where
     others are told and it is not."""
