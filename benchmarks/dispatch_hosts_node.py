@@ -168,10 +168,8 @@ class Worker:
     # The single controller's way
 
     def gather(self, start: float) -> list[ShardEntry]:
-        """Bring all rows here, each into the shard of the host that is to have it.
-
-        Nothing is concatenated or split: every column is received where it is sent from.
-        """
+        """Bring all rows here, each into the shard of the host that is to have it. Nothing is
+        concatenated or split: every column is received where it is sent from."""
         assert self.plan is not None
         _sleep_until(start)
         writers = [

@@ -222,10 +222,8 @@ _TURNS, _REASON_BYTES = 4, 4
 
 
 def manifests(tokens: np.ndarray, hosts: Sequence[str]) -> list[Manifest]:
-    """The sealed manifests of all stages.
-
-    tokens: int64 [producers, rows], tokens of each row. hosts: the host of each producer.
-    """
+    """The sealed manifests of all stages. tokens: int64 [producers, rows], tokens of each row.
+    hosts: the host of each producer."""
     producers, rows = tokens.shape
     ids = np.arange(producers * rows).reshape(tokens.shape) << 16
     found = []

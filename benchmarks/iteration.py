@@ -97,10 +97,8 @@ def trl_candidates(precision: str) -> list[Settings]:
 
 
 def pick_trl_settings(config: RunConfig, scratch: Path, report: Report) -> Settings:
-    """Try every candidate for two iterations; the one whose second was the fastest.
-
-    Each gets a row, or a note where it failed.
-    """
+    """Try every candidate for two iterations; the one whose second was the fastest. Each gets a
+    row, or a note where it failed."""
     tried: list[tuple[float, int]] = []
     candidates = trl_candidates(config.update.precision)
     for number, candidate in enumerate(candidates):

@@ -29,10 +29,8 @@ _CUT = ("max_tokens", "max_turns", "model_context")
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run: what it is called, and the settings in which it differs.
-
-    cut_at: floors after which episodes are cut; 0: never.
-    """
+    """One way to run: what it is called, and the settings in which it differs. cut_at: floors after
+    which episodes are cut; 0: never."""
 
     name: str
     overrides: tuple[str, ...] = ()

@@ -106,10 +106,8 @@ class Course:
 
 
 class World:
-    """A run's truth by both sets, and what may be chosen in it.
-
-    fixed_fields: what was measured in one way only. budget: the microbatch that is configured.
-    """
+    """A run's truth by both sets, and what may be chosen in it. fixed_fields: what was measured in
+    one way only. budget: the microbatch that is configured."""
 
     def __init__(
         self,

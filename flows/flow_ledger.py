@@ -28,10 +28,8 @@ _RUNS = "earl-runs:"
 
 @dataclass(frozen=True)
 class Note:
-    """A flow run and its owner. outcome: a state's type, once the flow has ended.
-
-    run, iteration: what the flow works on; its directory may know more than the note.
-    """
+    """A flow run and its owner. outcome: a state's type, once the flow has ended. run, iteration:
+    what the flow works on; its directory may know more than the note."""
 
     flow_run: str
     host: str

@@ -47,10 +47,8 @@ _MESSAGES = {
 
 
 def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0) -> list[str]:
-    """Correct the states of this host's flow runs; the ids of those that were wrong.
-
-    Raises `OSError` or `ValueError` when the server cannot be asked.
-    """
+    """Correct the states of this host's flow runs; the ids of those that were wrong. Raises
+    `OSError` or `ValueError` when the server cannot be asked."""
     notes = [note for note in flow_ledger.read_all(runs_directory) if note.here]
     corrected = [note.flow_run for note in notes if _settle(access, runs_directory, note, timeout)]
     known = {note.flow_run for note in notes}
@@ -153,9 +151,7 @@ def try_to_reconcile(access: Access, runs_directory: str | Path, timeout: float 
 
 def settle(runs_directory: Path) -> None:
     """Look at the flow runs of a runs directory, quickly and without a word; before any command.
-
-    Where no server runs there is nobody to tell; the next command that starts one does.
-    """
+    Where no server runs there is nobody to tell; the next command that starts one does."""
     home = Path(os.environ.get("PREFECT_HOME") or runs_directory / "prefect")
     if not home.is_dir():
         return

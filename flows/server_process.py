@@ -42,9 +42,7 @@ def _only_api(app: Application) -> Application:
 
 def serve(descriptors: list[int], runs_directory: str | None = None) -> None:
     """Serve on inherited sockets that listen: for programs, and for browsers if there are pages.
-
-    runs_directory: that of a server that `earl up` starts; None for a command's own.
-    """
+    runs_directory: that of a server that `earl up` starts; None for a command's own."""
     ending, serving = threading.Event(), list[WebServer]()
 
     def end() -> None:

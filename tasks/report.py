@@ -87,10 +87,8 @@ def _seen(controller: RunController, iteration: int) -> list[Observation]:
 def finish_iteration(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> dict[str, float]:
-    """Write the iteration's metrics, declare its checkpoint STABLE, wake the tracker.
-
-    Returns the metrics.
-    """
+    """Write the iteration's metrics, declare its checkpoint STABLE, wake the tracker. Returns the
+    metrics."""
     metrics = collect_metrics(controller, manifests)
     run = controller.run
     # Its shards go with STABLE.
@@ -161,10 +159,8 @@ def _pages(
 def run_pages(
     controller: RunController, iteration: int, plan: DeploymentPlan | None, lines: Sequence[Line]
 ) -> dict[str, tuple[str, str]]:
-    """Markdown and description of each page after an iteration, by the end of its key.
-
-    plan: the iteration's, where there is one. lines: metrics of the iterations that are done.
-    """
+    """Markdown and description of each page after an iteration, by the end of its key. plan: the
+    iteration's, where there is one. lines: metrics of the iterations that are done."""
     run = controller.run
     evaluations = [{"iteration": m.iteration, **m.metrics} for m in run.evaluations()]
     pages = {

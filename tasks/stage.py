@@ -125,10 +125,8 @@ def _release_orphans(controller: RunController, iteration: int, stage: str, kept
 def caching(
     controller: RunController, iteration: int, stage: str, verdict: Verdict
 ) -> dict[str, Any]:
-    """Options for `task.with_options`, so that Prefect shows finished stages as cached.
-
-    The run directory decides; Prefect's own store is only told the verdict.
-    """
+    """Options for `task.with_options`, so that Prefect shows finished stages as cached. The run
+    directory decides; Prefect's own store is only told the verdict."""
     return {
         "cache_policy": CacheKeyFnPolicy(cache_key_fn=lambda context, parameters: verdict.key),
         "refresh_cache": verdict.known is None,

@@ -61,9 +61,7 @@ def parser(
     description: str, *, smoke: bool = False, overrides: bool = False
 ) -> argparse.ArgumentParser:
     """The options that every benchmark has. Processes that it starts from now on end with it.
-
-    description: its first line is shown. smoke, overrides: whether it has `--smoke` and `--set`.
-    """
+    description: its first line is shown. smoke, overrides: whether it has `--smoke` and `--set`."""
     if of_benchmark():
         end_with_us()
     made = argparse.ArgumentParser(
@@ -197,10 +195,8 @@ def interval(values: Sequence[float]) -> str:
 
 @contextmanager
 def stdout_for_results() -> Iterator[int]:
-    """The true standard output as a file descriptor, while all printing goes to standard error.
-
-    For child processes that answer over their standard output and load chatty libraries.
-    """
+    """The true standard output as a file descriptor, while all printing goes to standard error. For
+    child processes that answer over their standard output and load chatty libraries."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

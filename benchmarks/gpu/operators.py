@@ -100,9 +100,7 @@ class Ledger:
 
 class Recorder(TorchDispatchMode):
     """Books every operator that runs inside the context; enter it inside a `FakeTensorMode`.
-
-    number: the answer to whoever asks a fake tensor for its number, such as a gradient's norm.
-    """
+    number: the answer to whoever asks a fake tensor for its number, such as a gradient's norm."""
 
     def __init__(self, ledger: Ledger, number: float) -> None:
         super().__init__()

@@ -95,10 +95,8 @@ def _sendable(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 class WorkerError(EarlError):
-    """Base of all errors of a worker group's start or call.
-
-    `args` holds plain values only, so that an error can be stored with a task's result and rebuilt.
-    """
+    """Base of all errors of a worker group's start or call. `args` holds plain values only, so that
+    an error can be stored with a task's result and rebuilt."""
 
     expected = False
 

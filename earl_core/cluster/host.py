@@ -327,10 +327,8 @@ class RankHandle:
         process.channel.settimeout(send_timeout_seconds)
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame to the rank; False if it took nothing for the send timeout.
-
-        A rank that is gone is no error here: its supervisor reports how it went.
-        """
+        """Send a frame to the rank; False if it took nothing for the send timeout. A rank that is
+        gone is no error here: its supervisor reports how it went."""
         try:
             self.process.channel.sendall(frame)
         except TimeoutError:

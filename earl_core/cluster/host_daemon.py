@@ -39,9 +39,7 @@ STREAMS = ("control", "channel")
 
 class HostDaemon:
     """address: of this host, where its ranks listen. cpus: cores of it that the run may use.
-
-    Several threads may call it; `received` and `send` are called by one each.
-    """
+    Several threads may call it; `received` and `send` are called by one each."""
 
     def __init__(self, address: str, cpus: int) -> None:
         found = read_resources()

@@ -46,10 +46,8 @@ class Aborted(BaseException):
 
 @dataclass
 class Exchange:
-    """One request to all ranks; the group sees to it that there is only one at a time.
-
-    frames: one encoded message for each rank, in their order. abort: gives the request up.
-    """
+    """One request to all ranks; the group sees to it that there is only one at a time. frames: one
+    encoded message for each rank, in their order. abort: gives the request up."""
 
     monitor: Monitor
     where: errors.Where
@@ -60,10 +58,8 @@ class Exchange:
     on_progress: Progress | None = None
 
     def run(self) -> list[Any]:
-        """Return the results in rank order, or raise a `WorkerError`.
-
-        Raises `Aborted` as soon as `abort` is set, with the call still under way.
-        """
+        """Return the results in rank order, or raise a `WorkerError`. Raises `Aborted` as soon as
+        `abort` is set, with the call still under way."""
         deadline = time.monotonic() + self.deadline_seconds
         monitor, condition = self.monitor, self.monitor.condition
         with condition:
@@ -182,10 +178,8 @@ Ranks without weight have no part in `mean`, `std`, `min` and those of `max` tha
 def merge_results(
     results: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]
 ) -> dict[str, Any]:
-    """All shards in rank order, and the metrics merged by their rules.
-
-    A single rank's are returned as they are. Raises `ValueError` for a metric without a rule.
-    """
+    """All shards in rank order, and the metrics merged by their rules. A single rank's are returned
+    as they are. Raises `ValueError` for a metric without a rule."""
     shards = [shard for result in results for shard in result.get("shards", ())]
     if len(results) == 1:
         return {"shards": shards, "metrics": dict(results[0]["metrics"])}

@@ -165,9 +165,7 @@ async def toolbox(
     tools: Sequence[str], mcp: Sequence[Mapping[str, Any]], timeout_seconds: float, environment: Any
 ) -> Toolbox:
     """Collect the tools of the model beside the methods of the environment, which are checked, too.
-
-    Servers stay connected as long as the event loop lives. Raises ConfigError.
-    """
+    Servers stay connected as long as the event loop lives. Raises ConfigError."""
     found = Toolbox([*map(load_tool, tools), *await open_servers(mcp)], timeout_seconds)
     found.with_methods(environment)
     return found

@@ -145,11 +145,8 @@ def merge_rewards(
     config: RunConfig,
     before: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Merge the results of the ranks.
-
-    before: results for the iteration's earlier waves. Raises `EarlError` when, with these, too many
-    episodes have no reward.
-    """
+    """Merge the results of the ranks. before: results for the iteration's earlier waves. Raises
+    `EarlError` when, with these, too many episodes have no reward."""
     merged = merge_results(results, REWARD_RULES)
     if config.curriculum:
         merged["outputs"] = {"returns": _merged_returns(results)}

@@ -160,10 +160,8 @@ class Scorer:
     async def rate(
         self, episodes: Sequence[Episode], of_episodes: int, titles: Collection[str] = ()
     ) -> None:
-        """Have the rewards of these episodes' turns be what the reward stage would make of them.
-
-        An episode that cannot be scored has failed. titles: as of `score`, which raises.
-        """
+        """Have the rewards of these episodes' turns be what the reward stage would make of them. An
+        episode that cannot be scored has failed. titles: as of `score`, which raises."""
         played = [episode for episode in episodes if not episode.failed]
         scores = await self.score(list(map(_as_scored, played)), of_episodes, titles)
         settings = self._config.reward

@@ -71,10 +71,8 @@ def checkpoint_activations(model: PreTrainedModel, rung: Checkpointing) -> None:
 
 
 def prepare_for_packing(model: PreTrainedModel) -> None:
-    """Choose `earl_varlen`, switch dropout and caches off, and prove that packing is exact.
-
-    Raises ConfigError for a model that mixes packed samples or changes logits after its head.
-    """
+    """Choose `earl_varlen`, switch dropout and caches off, and prove that packing is exact. Raises
+    ConfigError for a model that mixes packed samples or changes logits after its head."""
     settle(model)
     small = layer_probe(model)
     check_packing(small, decoder_of(small), head_of(small))

@@ -63,9 +63,7 @@ class ParallelModel:
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Call it before each microbatch: copies of the model exchange sums in the last only.
-
-        Shards exchange theirs in each, because sums of whole gradients would have to be kept.
-        """
+        Shards exchange theirs in each, because sums of whole gradients would have to be kept."""
         if isinstance(self.module, FSDPModule) and self.mesh.deployment.replicas > 1:
             self.module.set_requires_all_reduce(last)
 

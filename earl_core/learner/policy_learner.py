@@ -277,10 +277,8 @@ class PolicyLearner:
         try_training_state(parent, tokenizer=self.tokenizer, **self._stored)
 
     def restore(self, directory: Path) -> dict[str, Any]:
-        """Continue from a training state, bit for bit; returns the `state` given to `save`.
-
-        Any mesh reads what any other wrote.
-        """
+        """Continue from a training state, bit for bit; returns the `state` given to `save`. Any
+        mesh reads what any other wrote."""
         return read_training_state(directory, optimizer=self.optimizer, **self._stored)
 
     @property

@@ -137,10 +137,8 @@ class LearnerWorker(ModelWorker):
         dtype: str,
         prefixes: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
-        """Write the weights into shared memory; returns the dumped `WeightsManifest`.
-
-        prefixes: dumped `Prefixes`, after which the manifest's probe says the likeliest tokens.
-        """
+        """Write the weights into shared memory; returns the dumped `WeightsManifest`. prefixes:
+        dumped `Prefixes`, after which the manifest's probe says the likeliest tokens."""
         if self._dirty or policy_version != self._version:
             raise EarlError(
                 f"policy version {policy_version} was asked for, but the learner holds version "
@@ -182,10 +180,8 @@ class LearnerWorker(ModelWorker):
 
     @guarded("update")
     def measure(self, context: int, samples: int, scoring: bool = False) -> dict[str, float]:
-        """Measure a stage of so many samples, as `measure_update.measure_training` does.
-
-        Raises `EarlError` for a learner that is not the initial model as it was loaded.
-        """
+        """Measure a stage of so many samples, as `measure_update.measure_training` does. Raises
+        `EarlError` for a learner that is not the initial model as it was loaded."""
         self._require_clean("be measured")
         if self._version or self._restored is not None:
             raise EarlError(
@@ -312,10 +308,8 @@ class LearnerWorker(ModelWorker):
     def _score(
         self, batch: Batch, iteration: int, leases: ExitStack
     ) -> tuple[list[ShardEntry], list[np.ndarray]]:
-        """The trainer's log-probs of the rank's rows before its first step.
-
-        A replica's leader writes them into a shard and gives views of it; the others keep theirs.
-        """
+        """The trainer's log-probs of the rank's rows before its first step. A replica's leader
+        writes them into a shard and gives views of it; the others keep theirs."""
         if not (self._mesh.leader and len(batch)):
             return [], self._learner.score(training_samples(batch))
         score = partial(self._learner.score, training_samples(batch), None)

@@ -73,10 +73,8 @@ resumed: how many episodes may fail, how many hosts there are, how long they may
 
 
 class RunDirectory:
-    """An opened run: locked by this process until `close()`.
-
-    observations: what the selector learns from. versions: its policy versions.
-    """
+    """An opened run: locked by this process until `close()`. observations: what the selector learns
+    from. versions: its policy versions."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
@@ -176,10 +174,8 @@ class RunDirectory:
             write_record(self.path, self.record)
 
     def store_config(self) -> None:
-        """Make the configuration that the run was opened with the one that a resume reads.
-
-        For whoever has found that the run can work with it: what is refused must not be stored.
-        """
+        """Make the configuration that the run was opened with the one that a resume reads. For
+        whoever has found that the run can work with it: what is refused must not be stored."""
         write_atomic(self.path / "config.yaml", dump_config(self.config).encode())
         self.update_record(
             settings=settings_of(self.config), **{STALENESS: self.versions.staleness}

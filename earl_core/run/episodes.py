@@ -98,10 +98,7 @@ def read_samples(
     path: Path, most: int | None = None, columns: Iterable[str] | None = None
 ) -> pa.Table:
     """Columns (None: all) of all samples of the first `most` episodes (None: all), `episode_id`
-    among them.
-
-    Raises `FileNotFoundError` where none were kept, `EpisodesDamaged`.
-    """
+    among them. Raises `FileNotFoundError` where none were kept, `EpisodesDamaged`."""
     batches, ids = [], np.empty(0, np.int64)
     try:
         with open_file(path) as stream:
@@ -190,10 +187,8 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeKeeper:
-    """Writes one iteration's episodes at a time, as `tracking.keep_episodes` asks.
-
-    A failure costs a warning and a line of the ledger, never the run.
-    """
+    """Writes one iteration's episodes at a time, as `tracking.keep_episodes` asks. A failure costs
+    a warning and a line of the ledger, never the run."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run

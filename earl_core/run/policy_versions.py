@@ -98,10 +98,8 @@ class PolicyVersions:
         return None
 
     def publication(self, version: int) -> tuple[int, str]:
-        """Iteration and stage of the manifest by which this version's weights are published.
-
-        Raises `ManifestError` for a version that no iteration of the run makes.
-        """
+        """Iteration and stage of the manifest by which this version's weights are published. Raises
+        `ManifestError` for a version that no iteration of the run makes."""
         if version == INITIAL_VERSION:
             return 0, "initial"
         maker = self.maker(version)

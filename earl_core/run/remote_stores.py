@@ -111,10 +111,8 @@ class StoreCommands:
 
 
 class HostStore(StoreCommands):
-    """The store of a host where the controller is not.
-
-    config: a dumped `RunConfig`. address: where the range server listens.
-    """
+    """The store of a host where the controller is not. config: a dumped `RunConfig`. address: where
+    the range server listens."""
 
     def __init__(
         self, run_directory: str, config: Mapping[str, Any], address: str, token: str

@@ -67,9 +67,7 @@ def prune_versions(run: RunDirectory, covered: Iterable[int]) -> None:
 
 def saved(run: Path, published: Manifest) -> Manifest | None:
     """The manifest of published weights with the files that lie on disk; None where they do not.
-
-    The bytes are not looked at: whoever loads them compares their digest.
-    """
+    The bytes are not looked at: whoever loads them compares their digest."""
     listed = published.outputs["weights"]["files"]
     files = [{**file, "path": str(_place(run, published, file))} for file in listed]
     for file in files:

@@ -32,10 +32,8 @@ Result = TypeVar("Result")
 
 
 class RunWorker:
-    """Base of what a rank constructs and the controller calls.
-
-    deployment: a dumped `StageDeployment`. config: a dumped `RunConfig`. peers: those of `Peers`.
-    """
+    """Base of what a rank constructs and the controller calls. deployment: a dumped
+    `StageDeployment`. config: a dumped `RunConfig`. peers: those of `Peers`."""
 
     def __init__(
         self,

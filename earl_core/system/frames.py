@@ -32,10 +32,8 @@ _CHUNK = 1 << 18
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Return the frame of a message.
-
-    Raises `WireError` if it holds something that JSON cannot express, or is over `MESSAGE_LIMIT`.
-    """
+    """Return the frame of a message. Raises `WireError` if it holds something that JSON cannot
+    express, or is over `MESSAGE_LIMIT`."""
     try:
         _require_string_keys(message)
         body = json.dumps(message, separators=(",", ":")).encode()

@@ -127,9 +127,7 @@ def import_object(path: str, what: str) -> Any:
 
 def import_package(module: str, package: str) -> Any:
     """A module of a package that the hosts' Python may lack. Raises `ConfigError` if it does.
-
-    package: what one installs, such as "reasoning-gym".
-    """
+    package: what one installs, such as "reasoning-gym"."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

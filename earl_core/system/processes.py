@@ -138,10 +138,8 @@ def descendants(pid: int) -> list[Process]:
 
 
 def marked(mark: str, variable: str = MARK) -> list[Process]:
-    """Return the processes whose environment carries `mark`, orphans included.
-
-    One that rewrites its title (as vLLM's engine does) may have written over its environment.
-    """
+    """Return the processes whose environment carries `mark`, orphans included. One that rewrites
+    its title (as vLLM's engine does) may have written over its environment."""
     wanted = f"{variable}={mark}".encode()
     found = []
     for process in filter(lambda process: process.living, _all_processes()):

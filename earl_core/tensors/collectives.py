@@ -59,10 +59,8 @@ class Ranks:
         return self.rank == 0
 
     def do(self, action: Callable[[], _T]) -> _T:
-        """Run the action on each rank; when it fails on one, every rank raises that error.
-
-        Also a barrier: what the others did in it is done when it returns.
-        """
+        """Run the action on each rank; when it fails on one, every rank raises that error. Also a
+        barrier: what the others did in it is done when it returns."""
         error: Exception | None = None
         result: _T | None = None
         try:

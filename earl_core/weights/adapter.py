@@ -65,10 +65,8 @@ def open_pairs(
 
 
 def manifest_of_policy(directory: Path, policy_version: int, model: ModelConfig) -> WeightsManifest:
-    """Describe a policy on disk: a whole model's directory, or one of an adapter of `model`.
-
-    Raises what `manifest_from_directory`, `check_tied` and `adapter_manifest` raise.
-    """
+    """Describe a policy on disk: a whole model's directory, or one of an adapter of `model`. Raises
+    what `manifest_from_directory`, `check_tied` and `adapter_manifest` raise."""
     trusted = model.trust_remote_code
     if is_adapter(directory):
         return adapter_manifest(directory, Path(model.path), policy_version, trusted)

@@ -14,10 +14,8 @@ PREFIXES = "prefixes"
 
 
 class Prefixes(BaseModel):
-    """Beginnings of one row of training data.
-
-    tokens: of the longest one. lengths: of each, ascending, from 1 to the number of tokens.
-    """
+    """Beginnings of one row of training data. tokens: of the longest one. lengths: of each,
+    ascending, from 1 to the number of tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -110,10 +110,8 @@ def _remark(row: Row) -> str:
 
 
 def candidate_tables(given: SelectionInput, plan: DeploymentPlan) -> list[tuple[str, list[Row]]]:
-    """The candidates of each stage, and what was not offered: tables with their headings.
-
-    Raises as `considered`.
-    """
+    """The candidates of each stage, and what was not offered: tables with their headings. Raises as
+    `considered`."""
     choice = considered(given, plan)
     tables = [
         (f"{stage}: {len(offered)} candidates, best first", candidate_rows(choice, stage))

@@ -263,10 +263,8 @@ def stored_name(name: str) -> str:
 
 
 def for_mlflow(row: Mapping[str, Any], *, scored: bool) -> dict[str, Any]:
-    """The numbers of a row that MLflow gets, by their names there.
-
-    scored: whether the reward is another number than the return.
-    """
+    """The numbers of a row that MLflow gets, by their names there. scored: whether the reward is
+    another number than the return."""
     numbers = {}
     for name, value in row.items():
         shown = mlflow_name(name)

@@ -72,9 +72,7 @@ def assign(
 
 def imbalance(cost: np.ndarray, owner: np.ndarray, part: np.ndarray, replicas: int) -> float:
     """Return the load of the most loaded replica above the mean, as a share of the mean; 0 is even.
-
-    part: int64 per item, from 0; after each part the replicas wait for the most loaded.
-    """
+    part: int64 per item, from 0; after each part the replicas wait for the most loaded."""
     parts = int(part.max(initial=0)) + 1
     loads = np.bincount(part * replicas + owner, weights=cost, minlength=parts * replicas)
     dearest = float(loads.reshape(parts, replicas).max(axis=1).sum())

@@ -83,10 +83,8 @@ class _PartStore:
         receive: Callable[[_Part, Segment], None],
         wait_seconds: float,
     ) -> dict[int, Mapped]:
-        """Lease the parts, by number, after receiving those that nobody else does.
-
-        Raises `TransportError` when another rank does not finish in time; what `receive` raises.
-        """
+        """Lease the parts, by number, after receiving those that nobody else does. Raises
+        `TransportError` when another rank does not finish in time; what `receive` raises."""
         unlink_own(self._mark(rank))
         found: dict[int, Mapped] = {}
         deadline = time.monotonic() + wait_seconds

@@ -56,10 +56,8 @@ class ServerLimits:
 
 
 class RangeServer:
-    """Serves the shards in `directory` to who knows `token`. A context manager.
-
-    Raises `ValueError` for an empty token, `OSError` when it cannot listen.
-    """
+    """Serves the shards in `directory` to who knows `token`. A context manager. Raises `ValueError`
+    for an empty token, `OSError` when it cannot listen."""
 
     def __init__(
         self,

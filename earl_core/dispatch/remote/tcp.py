@@ -86,10 +86,8 @@ class TcpTransport:
             connection.close()
 
     def read_all(self, reads: Mapping[str, RemoteRead], proofs: Mapping[str, Proof]) -> None:
-        """Fill from several hosts at the same time. proofs: by file name.
-
-        Raises `TransportError`; the destinations' contents are then undefined.
-        """
+        """Fill from several hosts at the same time. proofs: by file name. Raises `TransportError`;
+        the destinations' contents are then undefined."""
         limits = self.limits
         work = {host: cut(reads[host], proofs, limits.request_bytes) for host in rotated(reads)}
         total = sum(question.size for questions in work.values() for question in questions)

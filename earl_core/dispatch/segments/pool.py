@@ -106,10 +106,8 @@ class SegmentPool(PoolDirectory):
         return self._wait_for(attempt, wanted)
 
     def reserve(self, size: int) -> None:
-        """Make room for an ordinary file of `size` bytes that is written next.
-
-        Free segments are removed for it. Raises `PoolFull` like `acquire`.
-        """
+        """Make room for an ordinary file of `size` bytes that is written next. Free segments are
+        removed for it. Raises `PoolFull` like `acquire`."""
 
         def attempt() -> bool | str:
             with self.locked():
@@ -147,10 +145,8 @@ class SegmentPool(PoolDirectory):
         return sum(self._take_back(path) for path in self.dead_writing())
 
     def remove(self) -> None:
-        """Remove everything of this run; readers keep what they have mapped.
-
-        Files of others stay, and with them the directory and its mark.
-        """
+        """Remove everything of this run; readers keep what they have mapped. Files of others stay,
+        and with them the directory and its mark."""
         if not self.is_marked():
             return
         for name in self.names():

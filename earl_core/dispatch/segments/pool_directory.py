@@ -314,10 +314,8 @@ class PoolDirectory:
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     def locked(self) -> FileLock:
-        """Makes the directory, and lets one process of the run at a time count new bytes.
-
-        Raises `TimeoutError` when another keeps the lock for half a minute.
-        """
+        """Makes the directory, and lets one process of the run at a time count new bytes. Raises
+        `TimeoutError` when another keeps the lock for half a minute."""
         path = self.directory / POOL_LOCK
         while True:
             self.make()

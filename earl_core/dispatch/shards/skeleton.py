@@ -197,10 +197,8 @@ class _Messages:
         axes: Mapping[str, np.ndarray],
         body_length: int,
     ) -> bytes:
-        """Everything before the body; its length is a multiple of 64 bytes.
-
-        `columns` count from the start of the body.
-        """
+        """Everything before the body; its length is a multiple of 64 bytes. `columns` count from
+        the start of the body."""
         message = self._batch
         root = _root(message)
         struct.pack_into("<q", message, _field(message, root, _MESSAGE_BODY_LENGTH), body_length)

@@ -35,11 +35,8 @@ DEFAULT_ANSWER_PATTERN = r"\d+"
 
 
 class BoardRewards(Options):
-    """Rewards at the end of a game.
-
-    win: reward of a game that is won. draw: reward of a draw. loss: reward of a game that is lost.
-    illegal: reward of a game that an illegal answer ends.
-    """
+    """Rewards at the end of a game. win: reward of a game that is won. draw: reward of a draw.
+    loss: reward of a game that is lost. illegal: reward of a game that an illegal answer ends."""
 
     win: float = 1.0
     draw: float = 0.3

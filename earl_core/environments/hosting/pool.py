@@ -195,10 +195,8 @@ class EnvironmentPool:
     async def reset(
         self, episode_id: int, prompt: int, seed: int, policy: Mapping[str, str] | None = None
     ) -> list[Message]:
-        """Begins an episode. policy: its address, where the pool `wants_policy`.
-
-        Raises EnvironmentFailed, ValueError when the id is in use.
-        """
+        """Begins an episode. policy: its address, where the pool `wants_policy`. Raises
+        EnvironmentFailed, ValueError when the id is in use."""
         self._check_started()
         if episode_id in self._place:
             raise ValueError(f"episode {episode_id} is open: close it before a reset")
@@ -216,10 +214,8 @@ class EnvironmentPool:
         return StepResult(**await self._go_on(episode_id, "step", text))
 
     async def use_tools(self, episode_id: int, message: Message) -> StepResult:
-        """Runs the calls of an assistant's message; raises as `step` does.
-
-        The result has a message for each call, and in `info["tool_errors"]` how many failed.
-        """
+        """Runs the calls of an assistant's message; raises as `step` does. The result has a message
+        for each call, and in `info["tool_errors"]` how many failed."""
         return StepResult(**await self._go_on(episode_id, "tools", message))
 
     async def legal_answers(self, episode_id: int) -> list[str]:

@@ -20,10 +20,8 @@ from earl_core.environments.rewards.written_numbers import Written, numbers, pla
 
 
 def exact_match(completion: str, row: dict[str, Any]) -> float:
-    """1 when the completion equals the answer, apart from case and surrounding space, else 0.
-
-    An answer that is a number, and no text, equals the number that the completion is: 4.0 is `4`.
-    """
+    """1 when the completion equals the answer, apart from case and surrounding space, else 0. An
+    answer that is a number, and no text, equals the number that the completion is: 4.0 is `4`."""
     answer = _answer(row)
     if isinstance(answer, Number) and not isinstance(answer, bool):
         given, wanted = whole_number(completion), whole_number(str(answer))

@@ -68,9 +68,7 @@ class Toolbox:
 
     async def use(self, calls: Sequence[ToolCall], in_thread: InThread) -> StepResult:
         """A message for each call, in their order; `info["tool_errors"]` says how many failed.
-
-        in_thread: runs a plain function. These run one after the other, coroutines side by side.
-        """
+        in_thread: runs a plain function. These run one after the other, coroutines side by side."""
         turn = asyncio.Lock()
 
         async def answer(call: ToolCall) -> tuple[Message, bool]:

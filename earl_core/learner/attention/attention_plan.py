@@ -96,9 +96,7 @@ class SampleBoundaries:
         exchange: PackExchange | None = None,
     ) -> SampleBoundaries:
         """Plan the attention of a pack, or of the context rank's part of it that `exchange` names.
-
-        tree: of the whole pack, as `pack` gives it.
-        """
+        tree: of the whole pack, as `pack` gives it."""
         tree = tree if exchange is None else cut_tree(tree, exchange.cut.edges)
         queries = _queries_of(tree, exchange)
         scatter = np.empty(int(queries.sizes.sum()), dtype=np.int64)

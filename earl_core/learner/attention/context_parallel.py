@@ -334,9 +334,7 @@ class _GatherRows(torch.autograd.Function):
 
 class _GatherAgain(torch.autograd.Function):
     """The identity; its backward pass, the first of a layer's attention, gathers the keys again.
-
-    Every rank has this node, whatever its attention, so that all ranks come to the collective.
-    """
+    Every rank has this node, whatever its attention, so that all ranks come to the collective."""
 
     @staticmethod
     def forward(ctx: Any, attended: torch.Tensor, kept: _GatheredAgain) -> torch.Tensor:

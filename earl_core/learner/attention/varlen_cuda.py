@@ -66,9 +66,7 @@ class Kernels:
 
 def choose(found: Found, *, deterministic: bool) -> Kernels:
     """The fastest of those that there are; deterministic: of those that add up in a fixed order.
-
-    cuDNN's backward pass does not. Flash attention 3 is not asked: not all builds do.
-    """
+    cuDNN's backward pass does not. Flash attention 3 is not asked: not all builds do."""
     if not found.varlen or found.capability < (8, 0):
         return Kernels(None)
     if deterministic:

@@ -288,9 +288,7 @@ class TokenRun:
 @dataclass(frozen=True)
 class PrefixTree:
     """Runs in pack order, parents before children, and for each sample the run that it ends in.
-
-    last_run: -1 never occurs, because every sample has at least one token.
-    """
+    last_run: -1 never occurs, because every sample has at least one token."""
 
     runs: tuple[TokenRun, ...]
     last_run: tuple[int, ...]

@@ -54,10 +54,8 @@ class Gradients:
 
     @torch.no_grad()
     def clip(self, largest: float) -> float:
-        """Scale all gradients so that their norm is at most `largest`; returns it from before.
-
-        The norm is the whole gradient's, equal on all ranks. One that is not finite scales nothing.
-        """
+        """Scale all gradients so that their norm is at most `largest`; returns it from before. The
+        norm is the whole gradient's, equal on all ranks. One that is not finite scales nothing."""
         norm = get_total_norm(_local_gradients(self._counted))
         world = self._mesh.group("world")
         if world is not None:

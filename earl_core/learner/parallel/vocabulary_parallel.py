@@ -18,10 +18,8 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, eq=False)
 class VocabularyShard:
-    """The rows [start, start + rows) of the vocabulary, and the ranks that hold the others.
-
-    rows may be 0: the parts are those of `torch.chunk`, of `most` rows but the last ones.
-    """
+    """The rows [start, start + rows) of the vocabulary, and the ranks that hold the others. rows
+    may be 0: the parts are those of `torch.chunk`, of `most` rows but the last ones."""
 
     start: int
     rows: int

@@ -120,9 +120,7 @@ def try_training_state(
     adapter: AdapterEntry | None = None,
 ) -> None:
     """Write what `write_training_state` will write below `parent`, but no tensors, and remove it.
-
-    Raises `ConfigError` without room for one state, and what writing it raises. Collective.
-    """
+    Raises `ConfigError` without room for one state, and what writing it raises. Collective."""
     ranks = Ranks(mesh)
     files = PolicyFiles(model, adapter)
     weights = sum(each.numel() * each.element_size() for each in files.trained.values())

@@ -67,10 +67,8 @@ def choose_as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Dep
 
 
 def fixed(given: SelectionInput) -> DeploymentPlan:
-    """Every stage as configured, with what is predicted of it.
-
-    Raises `NoFeasiblePlan` for what cannot fit a GPU whatever the load is.
-    """
+    """Every stage as configured, with what is predicted of it. Raises `NoFeasiblePlan` for what
+    cannot fit a GPU whatever the load is."""
     plan = fixed_plan(given)
     try:
         predictor = Predictor(given)

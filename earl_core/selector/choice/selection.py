@@ -27,10 +27,8 @@ from earl_core.system.shared_memory import VERSIONS
 
 
 class Statistics(Settings):
-    """Statistics of the last finished iterations; every series has its newest value last.
-
-    Contexts in tokens of an episode, waits and switches in seconds.
-    """
+    """Statistics of the last finished iterations; every series has its newest value last. Contexts
+    in tokens of an episode, waits and switches in seconds."""
 
     context_mean: tuple[float, ...] = ()
     context_max: tuple[float, ...] = ()

@@ -278,9 +278,7 @@ def _eighths(part: int, whole: int) -> int:
 
 def cluster(device: str, hosts: int, gpus_per_host: int, network_gbit: float = 200.0) -> Hardware:
     """Hardware of equal hosts. device: a key of `DEVICES`. network_gbit: a host's links, one way.
-
-    Raises `KeyError` for an unknown device.
-    """
+    Raises `KeyError` for an unknown device."""
     figures = DEVICES[device]
     return Hardware(
         cpu_cores=96,

@@ -101,9 +101,7 @@ class MemoryModel:
 
     def training(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one update rank. longest: tokens of the longest sample, which no microbatch cuts.
-
-        Its part of the state, and beside it the most that a backward pass holds at a time.
-        """
+        Its part of the state, and beside it the most that a backward pass holds at a time."""
         state = self.state(candidate, needs.mixed)._replace(runtime=self.runtime)
         work = _Work(self, candidate, longest, needs)
         return max((state.plus(moment) for moment in work.backward()), key=lambda m: m.total)

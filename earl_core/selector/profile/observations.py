@@ -81,10 +81,8 @@ def attempts_of(observations: Iterable[Observation], iteration: int) -> int:
 
 
 def calibration_of(observations: Sequence[Observation]) -> Calibration:
-    """Measured peaks beside what the formula said, the newest of each stage.
-
-    A failure counts no more once as much by the formula has worked.
-    """
+    """Measured peaks beside what the formula said, the newest of each stage. A failure counts no
+    more once as much by the formula has worked."""
     peaks: list[Peak] = []
     for stage in SELECTABLE:
         mine = [seen for seen in observations if seen.stage == stage and seen.formula_bytes > 0]

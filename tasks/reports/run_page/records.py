@@ -60,10 +60,8 @@ class RunRecords:
 
 
 def read_records(path: Path, iterations: Sequence[Line], evaluations: Sequence[Line]) -> RunRecords:
-    """Everything about a run but its episodes; what is damaged is left out.
-
-    Raises `ConfigError` where no run lies, or one that this version cannot read.
-    """
+    """Everything about a run but its episodes; what is damaged is left out. Raises `ConfigError`
+    where no run lies, or one that this version cannot read."""
     record: Mapping[str, Any] = {}
     with suppress(FileNotFoundError, RunDamaged):
         record = read_record(path)
