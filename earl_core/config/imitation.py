@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from earl_core.system.settings import Place, Settings
+
+DEFAULT_COLUMN = "messages"
 
 
 class ImitationConfig(Settings):
@@ -17,17 +21,23 @@ class ImitationConfig(Settings):
     )
     data: Place | None = Field(
         default=None,
-        description="Chats: a .jsonl or .parquet file, a glob or directory of such files, or a "
-        "directory that `datasets` saved; on any storage that fsspec reads. null: `run` has them.",
+        description="Chats: a .jsonl, .json, .csv or .parquet file, a glob or directory of such "
+        "files, or a directory that `datasets` saved; on any storage that fsspec reads. "
+        "null: `run` has them.",
     )
     split: str | None = Field(
         default=None, description="Split of the data; null: there is one only."
     )
+    format: Literal["auto", "openai", "trl", "verl", "sharegpt", "alpaca", "plain"] = Field(
+        default="auto",
+        description="Form of the rows of `data`, as docs/how-to/data-sets.md lists them; auto: as "
+        "their columns look.",
+    )
     messages: str = Field(
-        default="messages",
+        default=DEFAULT_COLUMN,
         description="Column of the chats: lists of messages with role and content, and tool_calls "
-        "where there are any. A column `tools` has the tools of a chat, in OpenAI's form; without "
-        "it the chat has those of the environment.",
+        "where there are any; by default that of the format. A column `tools` has the tools of a "
+        "chat, in OpenAI's form; without it the chat has those of the environment.",
     )
     run: Place | None = Field(
         default=None,

@@ -38,6 +38,7 @@ _LATER = {
     "rollout.max_waves": 3,
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,
+    "imitation.format": "auto",
     "rollout.chat_template_kwargs": {},
     "rollout.requests": {"constrained": "free"},
     "algorithm.importance_correction.low": 0.0,

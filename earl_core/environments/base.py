@@ -29,11 +29,18 @@ class ToolCall(TypedDict):
     function: FunctionCall
 
 
+def call_id(number: int) -> str:
+    """Name a conversation's call: nine letters and digits, as Mistral's templates want it."""
+    return f"call{number:05d}"
+
+
 class Message(TypedDict):
     """One chat message, as chat templates take it. All texts must encode to UTF-8.
 
     tool_calls: of an assistant's message. tool_call_id, name: of the message of role "tool" that
-    answers a call, the call's.
+    answers a call, the call's. tools: of the first message of an episode: tools that its model is
+    told of, as OpenAI's API has them, and that nobody runs: an answer that calls one of them is
+    given to `step` as it was written.
     """
 
     role: str
@@ -41,6 +48,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
+    tools: NotRequired[list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from earl_core.environments.adapters.data_set import Row, read_rows
+from earl_core.environments.adapters.data_set import read_rows
+from earl_core.environments.adapters.row_files import Row
+from earl_core.environments.adapters.row_forms import Form, RowForm
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options
 from earl_core.environments.rewards import ANSWER_RULES
@@ -25,10 +27,13 @@ class PromptOptions(Options):
 
     path: path or fsspec URL of a data set, as `data_set.read_rows` takes it.
     split: name of a split, where the data set has several.
-    prompt_column: column of the prompt, a text or a list of chat messages.
-    answer_column: column that the reward function gets as row["answer"]; None: none.
+    format: how rows say prompt and answer; auto: as their columns look.
+    prompt_column: column of the prompt, a text or a list of chat messages; None: the format's.
+    answer_column: column, or path into structs such as reward_model.ground_truth, that the reward
+        function gets as row["answer"]; rows without a column `answer` have that of the format.
+        None: none.
     scoring_columns: columns that the run's reward functions get as episode["scoring"].
-    system_prompt: system message before a prompt that is a text.
+    system_prompt: system message before a prompt, instead of one that the row has.
     unusable_rows: rows without a usable prompt, answer or scoring value: refuse, or leave_out.
     reward_function: import path of function(completion, row) -> float or (float, dict); with a
         third argument it gets the messages of the tools that were used.
@@ -36,7 +41,8 @@ class PromptOptions(Options):
 
     path: str
     split: str | None = None
-    prompt_column: str = "prompt"
+    format: Form = "auto"
+    prompt_column: str | None = None
     answer_column: str | None = "answer"
     scoring_columns: tuple[str, ...] = ()
     system_prompt: str | None = None
@@ -64,9 +70,8 @@ class PromptEnvironment:
         self._told = _takes_messages(self._reward, options.reward_function)
         refuse_library(self._reward, options.reward_function, "the option reward_function")
         rule = ANSWER_RULES.get(self._reward)
-        rules = RowRules(
-            options.prompt_column, options.answer_column, rule, options.scoring_columns
-        )
+        self._form = RowForm(options.format, options.prompt_column, options.answer_column)
+        rules = RowRules(self._form, rule, options.scoring_columns)
         leave_out = options.unusable_rows == "leave_out"
         self._rows = read_rows(options.path, options.split, rules, leave_out)
         self._row: Row | None = None
@@ -75,9 +80,15 @@ class PromptEnvironment:
     def reset(self, prompt: int, seed: int) -> list[Message]:
         index = prompt % len(self._rows)
         row = self._rows[index]
-        messages = self._messages(row)
+        chat = self._form.read(row)
+        messages, system = chat.prompt, self.options.system_prompt
+        if system is not None:
+            own = messages[0]["role"] == "system"
+            messages = [{"role": "system", "content": system}, *messages[own:]]
+        if chat.tools:
+            messages[0]["tools"] = chat.tools
         if self.options.answer_column is not None:
-            row["answer"] = row[self.options.answer_column]
+            row["answer"] = chat.answer
         self._row, self._used = row, []
         return messages
 
@@ -115,14 +126,6 @@ class PromptEnvironment:
 
     def close(self) -> None:
         self._row = None
-
-    def _messages(self, row: Mapping[str, Any]) -> list[Message]:
-        prompt = row[self.options.prompt_column]
-        system = self.options.system_prompt
-        messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        if isinstance(prompt, str):
-            return [*messages, {"role": "user", "content": prompt}]
-        return messages + [{"role": m["role"], "content": m["content"]} for m in prompt]
 
 
 def _takes_messages(function: Any, path: str) -> bool:

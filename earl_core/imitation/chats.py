@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from earl_core.environments.adapters.chat_messages import drop_absent, read_tools
 from earl_core.environments.adapters.data_set import DataSet
+from earl_core.environments.adapters.row_forms import RowForm
 from earl_core.environments.base import Message
-from earl_core.imitation.messages import drop_absent, read_messages, read_tools
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
@@ -23,17 +24,17 @@ NO_VERSION = -1
 
 
 class Chats:
-    """Demonstrations of a data set. column: of the messages. tools: of the run's environments, by
-    their labels, for chats that bring none; a mixture's chats name theirs in `environment`."""
+    """Demonstrations of a data set. form: how its rows are read. tools: of the run's environments,
+    by their labels, for chats that bring none; a mixture's chats name theirs in `environment`."""
 
     def __init__(
         self,
         rows: DataSet,
         chat: ChatTokenizer,
-        column: str,
+        form: RowForm,
         tools: Mapping[str, Tools],
     ) -> None:
-        self._rows, self._chat, self._column, self._tools = rows, chat, column, tools
+        self._rows, self._chat, self._form, self._tools = rows, chat, form, tools
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -42,7 +43,7 @@ class Chats:
         """One chat. Raises `ConfigError` for one that cannot be imitated."""
         row = self._rows[index]
         try:
-            messages = read_messages(row, self._column)
+            messages = self._form.chat(row)
             given = read_tools(row)
             tools = self._own(row) if given is None else Tools(given)
             drop_absent(messages, tools.schemas)

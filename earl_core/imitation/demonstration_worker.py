@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from earl_core.config import ConfigError
-from earl_core.config.imitation import ImitationConfig
+from earl_core.config.imitation import DEFAULT_COLUMN, ImitationConfig
 from earl_core.environments.adapters.data_set import DataSet, read_rows
+from earl_core.environments.adapters.row_forms import RowForm
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.imitation.chats import Chats
 from earl_core.imitation.drawing import drawn
@@ -128,7 +129,9 @@ class DemonstrationWorker(RunWorker):
             rows = read_rows(settings.data, settings.split, ANY_ROW)
         except ConfigError as error:
             raise ConfigError(f"imitation.data: {error.problem}", remedy=error.remedy) from error
-        return Chats(rows, self._chat, settings.messages, await self._tools(rows))
+        column = None if settings.messages == DEFAULT_COLUMN else settings.messages
+        form = RowForm(settings.format, column, learnt=True)
+        return Chats(rows, self._chat, form, await self._tools(rows))
 
     async def _tools(self, rows: DataSet) -> Mapping[str, Tools]:
         """The tools of the run's environments by label, asked of a host of each."""

@@ -202,17 +202,18 @@ class _Loop:
 
     async def _step(self, player: EpisodePlayer, answer: Answer) -> None:
         episode_id, meter = player.spec.episode_id, self.meter
-        if answer.error:
+        said = player.said(answer)
+        if said is None and answer.error:
             meter.tool_errors += 1
             player.observe_unread(answer)
             return
         try:
-            if answer.calls:
+            if said is None:
                 meter.tool_calls += len(answer.calls)
                 result = await self.pool.use_tools(episode_id, player.calls(answer))
                 meter.tool_errors += result.info["tool_errors"]
             else:
-                result = await self.pool.step(episode_id, answer.text)
+                result = await self.pool.step(episode_id, said)
         except EnvironmentFailed as failure:
             self._fail(player, failure)
             await self._reset(player)

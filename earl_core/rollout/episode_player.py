@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from earl_core.environments.base import Message, StepResult
 from earl_core.rollout.chat.chat import ChatTokenizer
@@ -70,6 +71,7 @@ class EpisodePlayer:
     ) -> None:
         self.spec = spec
         self._tools = tools
+        self._unrun: frozenset[str] = frozenset()
         self._chat = chat
         self._settings = settings
         self._meter = meter
@@ -92,9 +94,18 @@ class EpisodePlayer:
         self._observation, self._anchor = "", 0
 
     def begin(self, messages: Sequence[Message]) -> None:
-        """Take the environment's first messages. Fails where the chat template refuses them."""
+        """Take the environment's first messages, and the tools that come with them. Fails where
+        the chat template refuses them."""
         self._note_observation(messages)
+        own = messages[0].get("tools")
+        self._unrun = frozenset()
         try:
+            if own:
+                first = cast("Message", {k: v for k, v in messages[0].items() if k != "tools"})
+                messages = [first, *messages[1:]]
+                self._unrun = frozenset(each["function"]["name"] for each in own)
+                tools = Tools([*self._tools.schemas, *own], self._tools.options)
+                self._conversation = Conversation(self._chat, tools)
             self._pending = self._conversation.begin(messages)
         except ConfigError as error:
             self.fail("environment_error", str(error))
@@ -148,6 +159,15 @@ class EpisodePlayer:
         self._meter.generated_tokens += len(completion.tokens)
         self._count_live(len(completion.tokens))
         return answer
+
+    def said(self, answer: Answer) -> str | None:
+        """The text of an answer for the environment; None where its calls are run, or cannot be
+        read. Calls of tools that the prompt brought are given as they are written."""
+        if not (answer.calls or answer.error):
+            return answer.text
+        called = {call["name"] for call in answer.calls}
+        judged = self._unrun and (answer.error or called & self._unrun)
+        return answer.raw if judged else None
 
     def calls(self, answer: Answer) -> Message:
         """An answer with calls as a message."""

@@ -88,7 +88,7 @@ def test_directories_and_globs_of_files(home: str) -> None:
     for split in ({}, {"split": "dev"}):
         with pytest.raises(ConfigError, match="has the splits train, test: name one of them"):
             questions(f"{home}/data", **split)
-    with pytest.raises(ConfigError, match=r"holds no .jsonl or .parquet file"):
+    with pytest.raises(ConfigError, match=r"holds no .jsonl, .json, .csv or .parquet"):
         questions(f"{home}/data/*.parquet")
 
 
@@ -122,3 +122,41 @@ def test_episodes_in_hosts(tmp_path: Path) -> None:
     reward = "earl_core.environments.rewards:contained_number"
     options = {"path": str(tmp_path), "reward_function": reward}
     in_pool(scenario, "prompt", tools=(), options=options)
+
+
+def test_lists_of_json_and_tables_of_texts(home: str) -> None:
+    table = 'prompt,answer\r\n"0 + 1?",1\r\n\r\n"1 + 1?","2"\r\n"two\nlines, ""2""",3'
+    whole = json.dumps(rows(0, 3), indent=1).encode()
+    files = {"a.json": whole, "b.json.gz": gzip.compress(whole), "c.json": lines(0, 3)}
+    files |= {"d.csv": table.encode("utf-8-sig"), "only/train.json": whole}
+    for name, content in files.items():
+        with fsspec.open(f"{home}/{name}", "wb", auto_mkdir=True) as file:
+            file.write(content)
+    for name in ("a.json", "b.json.gz", "c.json", "only"):
+        assert questions(f"{home}/{name}") == expected(0, 3)
+    assert questions(f"{home}/d.csv") == [*expected(0, 2), 'two\nlines, "2"']
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", '[{"prompt": "a", "answer": "b"}, 3]', "row 1 of .* is no JSON object"),
+        ("a.json", '[{"prompt": "a", "answer": "b"}, {"prompt"', "row 1 of .* is no JSON: "),
+        ("a.json", '[{"prompt": "a", "answer": "b"} {}]', "neither ',' nor ']' behind its row 0"),
+        ("a.json", '[{"prompt": "a", "answer": "b"}] 1', "goes on behind its list"),
+        ("a.json", '[{"prompt": "a", "answer": "b"},', "row 1 of .* is no JSON: "),
+        ("a.json", "[]", "holds no rows"),
+        ("a.json", '{"data": []}', r"row 0 .*\(line 1\) has no column 'prompt'; it has data"),
+        ("a.csv", "prompt,answer\na,b\n\nc\n", r"row 1 of .*\(line 4\) has 1 values for the 2"),
+        ("a.csv", "prompt,prompt\na,b\n", "does not name each column once: prompt, prompt"),
+        ("a.csv", "prompt,answer\na,\n", r"row 0 .*\(line 2\) has an answer .* is empty"),
+        ("a.csv", 'prompt,answer\na,b\n"a"b,c', "row 1 .* is no CSV"),
+        ("a.csv", "prompt,answer\n", "holds no rows"),
+    ],
+)
+def test_lists_and_tables_that_are_none(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        create("prompt", {"path": str(tmp_path / name)})

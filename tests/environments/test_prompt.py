@@ -72,6 +72,133 @@ def test_chat_prompts_and_other_columns(tmp_path: Path) -> None:
     assert environment.step("That makes 15.").reward == 1.0
 
 
+USER_SAYS = {"role": "user", "content": "3*5?"}
+SAID = {"role": "assistant", "content": "15"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLS: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+}
+TURNS = [{"from": "human", "value": "3*5?"}, {"from": "gpt", "value": "15"}]
+VERL = {"reward_model": {"style": "rule", "ground_truth": "15"}, "data_source": "x"}
+
+ROWS_OF: list[tuple[str, dict[str, Any]]] = [
+    ("openai", {"messages": [USER_SAYS, SAID]}),
+    ("openai", {"messages": json.dumps([USER_SAYS, SAID])}),
+    (
+        "openai",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "3*5?"}]},
+                {**SAID, "content": [{"type": "text", "text": "15"}]},
+            ]
+        },
+    ),
+    ("trl", {"prompt": "3*5?", "completion": "15"}),
+    ("trl", {"prompt": [USER_SAYS], "completion": [SAID]}),
+    ("trl", {"messages": [USER_SAYS, SAID]}),
+    ("verl", {"prompt": [USER_SAYS], **VERL}),
+    ("sharegpt", {"conversations": TURNS}),
+    ("alpaca", {"instruction": "3*5?", "input": "", "output": "15"}),
+    ("plain", {"prompt": "3*5?", "answer": "15"}),
+    ("plain", {"prompt": "3*5?", "answer": 15}),
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("form", "row"), ROWS_OF)
+def test_every_format_asks_and_scores(
+    tmp_path: Path, form: str, row: dict[str, Any], suffix: str
+) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text(json.dumps(row))
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    read = 0
+    for named in ("auto", "openai", "trl", "verl", "sharegpt", "alpaca", "plain"):
+        try:
+            environment = create("prompt", {"path": str(path), "format": named})
+        except ConfigError:
+            # A format that is not the row's refuses it, or reads the same.
+            assert named != form
+            assert named != "auto" or isinstance(row.get("messages"), str)
+            continue
+        assert environment.reset(0, 0) == [USER_SAYS]
+        assert environment.step("15").reward == 1.0
+        environment.reset(0, 0)
+        assert environment.step("16").reward == 0.0
+        read += 1
+    assert read >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "message"),
+    [
+        ({"format": "chatml"}, {"prompt": "a"}, "'format' must be one of 'auto', 'openai'"),
+        (
+            {"format": "openai"},
+            {"messages": "a"},
+            "is not a list of messages with role and content",
+        ),
+        ({"format": "openai"}, {"messages": TURNS}, "is not a list of messages .* format openai"),
+        ({"format": "openai"}, {"messages": [USER_SAYS]}, "has no answer: its chat does not end"),
+        ({"format": "openai"}, {"messages": [SAID]}, "has nothing before its answer"),
+        ({"format": "openai"}, {"messages": "[{"}, "'messages' a text that is no JSON"),
+        (
+            {"format": "sharegpt"},
+            {"conversations": [USER_SAYS]},
+            "is not a list of turns",
+        ),
+        ({}, {"conversations": [{"from": "critic", "value": "a"}]}, r"\[0\] a turn from 'critic'"),
+        ({"format": "verl"}, {"prompt": [USER_SAYS]}, "has no column 'reward_model.ground_truth'"),
+        ({"format": "verl"}, {"prompt": "3*5?", **VERL}, "is not a list of messages"),
+        ({"format": "plain"}, {"prompt": [USER_SAYS], "answer": "15"}, "is not a text"),
+        ({"format": "trl"}, {"prompt": "a", "completion": [SAID, SAID]}, "of 2 messages"),
+        ({"format": "trl"}, {"prompt": "a", "completion": None}, "'completion'. that is null"),
+        ({"format": "alpaca"}, {"instruction": "a", "input": 3, "output": "b"}, "'input' no text"),
+        ({}, {"messages": [USER_SAYS, CALLS]}, "an answer .* that is a dict, neither a text nor"),
+        ({}, {"prompt": "a", "reward_model": {"ground_truth": {"x": 1}}}, "that is a dict"),
+        ({"reward_function": f"{USER}:half_reward"}, {"prompt": "a", "answer": None}, "is null"),
+        ({}, {"prompt": [USER_SAYS], "answer": "b", "tools": [{"x": 1}]}, "tools that cannot be"),
+        (
+            {},
+            {"prompt": [{**SAID, "function_call": {}, "tool_calls": 3}], "answer": "b"},
+            "no list",
+        ),
+    ],
+)
+def test_a_row_that_does_not_fit_its_format_is_named(
+    tmp_path: Path, options: dict[str, Any], row: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=message):
+        check("prompt", {"path": str(path), **options})
+
+
+def test_calls_tools_and_system_messages_reach_the_model(tmp_path: Path) -> None:
+    result = {"role": "tool", "content": "16", "tool_call_id": "c"}
+    told = [{"role": "developer", "content": "Add."}, USER_SAYS, CALLS, result, SAID]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": told, "tools": json.dumps([ADD["function"]])}))
+    first, *others = create("prompt", {"path": str(path)}).reset(0, 0)
+    assert first == {"role": "system", "content": "Add.", "tools": [ADD]}
+    assert others[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert others[2] == {**result, "name": "add"}
+    (other, *_) = create("prompt", {"path": str(path), "system_prompt": "Own."}).reset(0, 0)
+    assert other["content"] == "Own."
+
+
+def test_alpaca_has_a_history_and_more_input(tmp_path: Path) -> None:
+    row = {"instruction": "Add", "input": "1 and 2", "output": "3", "system": "Be brief."}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{**row, "history": [["Hi", "Hello"]]}]))
+    messages = create("prompt", {"path": str(path)}).reset(0, 0)
+    assert [each["content"] for each in messages] == ["Be brief.", "Hi", "Hello", "Add\n\n1 and 2"]
+
+
 def test_columns_for_reward_functions(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     row = {"prompt": "When?", "day": date(2026, 1, 2), "notes": ["a", "b"]}
@@ -107,7 +234,7 @@ def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:
 
     row = json.dumps(ROWS[0]) + "\n"
     match("cannot be read: FileNotFoundError")
-    match("end in .jsonl or .parquet", row, name="a.csv")
+    match("end in .jsonl, .json, .csv or .parquet", row, name="a.txt")
     match("holds no rows", "\n")
     match("line 2 of .* is no JSON:", row + "{broken")
     match("line 1 of .* is no JSON object", "3\n")

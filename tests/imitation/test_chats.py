@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from earl_core.config import ConfigError
+from earl_core.environments.adapters.chat_messages import read_messages
 from earl_core.environments.adapters.data_set import read_rows
-from earl_core.environments.base import Message
+from earl_core.environments.adapters.row_forms import RowForm
+from earl_core.environments.base import Message, call_id
 from earl_core.imitation.chats import Chats, samples_of
 from earl_core.imitation.demonstration_worker import ANY_ROW
-from earl_core.imitation.messages import read_messages
 from earl_core.rollout.chat.chat import ChatTokenizer
-from earl_core.rollout.chat.tool_calls import Tools, call_id
+from earl_core.rollout.chat.tool_calls import Tools
 from tests.conformance.templates import PUBLISHED, tokenizer_of
 from tests.rollout import chat_models as make
 from tests.rollout.tool_templates import FAMILIES
@@ -181,7 +182,8 @@ def written(place: Path, *rows: dict[str, Any]) -> Path:
 
 def chats(place: Path, template: str = make.CHATML, column: str = "messages") -> Chats:
     rows = read_rows(str(place), None, ANY_ROW)
-    return Chats(rows, ChatTokenizer(make.char_tokenizer(template)), column, {"": Tools([SCHEMA])})
+    form = RowForm("auto", None if column == "messages" else column, learnt=True)
+    return Chats(rows, ChatTokenizer(make.char_tokenizer(template)), form, {"": Tools([SCHEMA])})
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -202,6 +204,30 @@ def test_rows_are_read_as_data_sets_of_prompts_are(tmp_path: Path, suffix: str) 
     assert "Adds." in "".join(found._chat._tokenizer.decode(found.episode(0).samples[0].tokens))
     (text,) = trained(found._chat, found.episode(1).samples)
     assert json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0]) == CALL
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("a"), assistant("b")], "prompt": "c"},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": [user("a")], "completion": [assistant("b")]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"instruction": "a", "output": "b"},
+        {"prompt": "a", "answer": "b"},
+    ],
+)
+def test_every_format_is_imitated(tmp_path: Path, row: dict[str, Any]) -> None:
+    found = chats(written(tmp_path / "rows.jsonl", row))
+    expected = samples_of(found._chat, [user("a"), assistant("b")], Tools([SCHEMA]))
+    assert found.episode(0).samples == expected
+    assert trained(found._chat, expected) == ["b<|im_end|>"]
+
+
+def test_what_verl_compares_with_is_no_demonstration(tmp_path: Path) -> None:
+    row = {"prompt": [user("a")], "reward_model": {"ground_truth": "b"}}
+    with pytest.raises(ConfigError, match="has no turn of the assistant"):
+        chats(written(tmp_path / "rows.jsonl", row)).episode(0)
 
 
 def test_a_table_adds_no_argument_to_a_call(tmp_path: Path) -> None:
@@ -233,7 +259,7 @@ def test_calls_and_results_without_ids_have_those_of_a_rollout() -> None:
     named = {"role": "tool", "content": "3", "tool_call_id": "own", "name": "mine"}
     other = calling("say", {})
     other["tool_calls"][0]["id"] = "own"
-    said = read_messages({"messages": [user("?"), twice, *results, other, named]}, "messages")
+    said = read_messages([user("?"), twice, *results, other, named])
     ids = [call["id"] for each in said for call in each.get("tool_calls", ())]
     assert ids == [call_id(0), call_id(1), "own"]
     told = [(each["tool_call_id"], each["name"]) for each in said if each["role"] == "tool"]
@@ -250,8 +276,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"has in messages\[1\] an answer with weight 0, and every answer of a chat is learnt",
     ),
     "nobody answers": ({"messages": [user("a")]}, "has no turn of the assistant, so there is"),
-    "no column": ({"message": []}, r"has no column 'messages', it has message: .*did you mean"),
-    "no list": ({"messages": "a"}, "has in the column 'messages' no list of messages"),
+    "no column": ({"message": []}, r"has no column 'messages'; it has message .*did you mean"),
+    "no list": ({"messages": "a"}, "has no turn of the assistant"),
     "no role": ({"messages": [{"content": "a"}]}, r"has in messages\[0\] no message with role"),
     "no text": (
         {"messages": [user("a"), {"role": "assistant", "content": 3}]},

@@ -118,14 +118,18 @@ def test_every_chat_that_will_be_imitated_is_looked_at(
 
 
 def test_data_that_cannot_be_read_is_named(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "chats.csv").write_text("a,b\n")
+    (tmp_path / "chats.txt").write_text("a,b\n")
+    (tmp_path / "empty").mkdir()
     for source, problem in (
         (
-            {"data": str(tmp_path / "chats.csv")},
-            r"^imitation.data: '.*csv' has no known format",
+            {"data": str(tmp_path / "chats.txt")},
+            r"^imitation.data: '.*txt' has no known format",
         ),
         ({"data": str(tmp_path / "none.jsonl")}, r"^imitation.data: the data set .* be read: Fi"),
-        ({"data": str(tmp_path)}, r"^imitation.data: '.*' holds no .jsonl or .parquet file"),
+        (
+            {"data": str(tmp_path / "empty")},
+            r"^imitation.data: '.*' holds no .jsonl, .json, .csv or",
+        ),
         ({"run": "none"}, r"^imitation.run: .*/none has no kept episodes: name a run"),
     ):
         with pytest.raises(ConfigError, match=problem):

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from earl_core.environments.base import Message
+from earl_core.environments.base import Message, call_id
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.special_tokens import SpecialTokens
-from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools, call_id
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from tests.conformance.templates import PUBLISHED, tokenizer_of
 from tests.conformance.test_templates import CHATS
 from tests.rollout.chat_models import CHATML, SPECIAL, char_tokenizer

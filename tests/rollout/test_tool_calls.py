@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_core.environments.base import FunctionCall, Message, ToolCall
+from earl_core.environments.base import FunctionCall, Message, ToolCall, call_id
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.conversation import Conversation
-from earl_core.rollout.chat.tool_calls import FORMATS, Tools, call_id, parser_of
+from earl_core.rollout.chat.tool_calls import FORMATS, Tools, parser_of
 from earl_core.system.errors import ConfigError
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
 from tests.rollout.tool_templates import FAMILIES, Family

@@ -14,19 +14,28 @@ import re
 import stat
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
+from earl_core.environments.adapters.row_files import (
+    ArrowRows,
+    CsvRows,
+    JsonArray,
+    JsonLines,
+    Row,
+    RowRules,
+    Rows,
+)
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_package
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
-
-_FORMATS = ("jsonl", "parquet")
+_TEXTS = ("jsonl", "json", "csv")
+_FORMATS = (*_TEXTS, "parquet")
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 _SPLITS = ("train", "validation", "valid", "dev", "test")
 """Words in file names that tell that a directory has splits."""
 
@@ -35,45 +44,16 @@ _MOST_TIMES = 100
 _LITTLE = 64 << 20
 _MOST_UNKNOWN = 4 << 30
 """Bytes of a file whose storage does not tell its size."""
-_AT_ONCE = 1000
-"""Lines that are parsed together."""
 _PIECE = 16 << 20
-
-
-class RowRules(Protocol):
-    """The properties that each row must have."""
-
-    def fault(self, row: Mapping[str, Any]) -> str:
-        """Return the fault of a row, "" for none."""
-        ...
-
-    def suspects(self, table: Any) -> Sequence[int] | None:
-        """Rows of an Arrow table among which are all that have a fault; None: look at all."""
-        ...
-
-
-class Rows(Protocol):
-    """The rows of one file, or of several files of one kind."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Row: ...
-
-    def faults(self, rules: RowRules) -> Iterator[tuple[int, str]]:
-        """The rows that cannot be used, and why."""
-        ...
-
-    def place(self, index: int) -> str:
-        """Name the place where people find a row."""
-        ...
 
 
 @lru_cache(maxsize=8)
 def read_rows(path: str, split: str | None, rules: RowRules, leave_out: bool = False) -> DataSet:
     """Opens a data set through fsspec; once per process, every episode shares it.
 
-    path: a .jsonl or .parquet file, compressed or not; a glob of such files, or a directory that
-        holds some; or a directory that `datasets` saved with `save_to_disk`.
+    path: a .jsonl, .json, .csv or .parquet file, texts compressed or not; a glob of such files, or
+        a directory that holds some (of .json and .csv where it has no others); or a directory that
+        `datasets` saved with `save_to_disk`.
     split: its split, or that of a directory whose file names tell splits, like train-0001.parquet.
     rules: what each row must be.
     leave_out: rows that are not are left out, and their number is logged.
@@ -147,105 +127,6 @@ class DataSet:
         return DataSet(self._parts, found)
 
 
-class _JsonLines:
-    """buffer: the text, which is parsed row by row."""
-
-    def __init__(self, buffer: Any, name: str) -> None:
-        self._buffer, self._name = buffer, name
-        begin = buffer[:4]
-        if b"\0" in begin or begin[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            raise ConfigError(f"{name} is not UTF-8 (it is UTF-16)", remedy="save it as UTF-8")
-        start, line = 3 if begin[:3] == b"\xef\xbb\xbf" else 0, 0
-        self._lines, self._ends = array("Q"), array("Q", [start])
-        while start < len(buffer):
-            line += 1
-            found = buffer.find(b"\n", start)
-            end = len(buffer) if found < 0 else found + 1
-            if buffer[start:end].isspace():
-                # The row before keeps its empty lines.
-                self._ends[-1] = end
-            else:
-                self._lines.append(line)
-                self._ends.append(end)
-            start = end
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> Row:
-        line = self._lines[index]
-        try:
-            row = json.loads(self._buffer[self._ends[index] : self._ends[index + 1]])
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"line {line} of {self._name} is no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"line {line} of {self._name} is no JSON object, like {{...}}")
-        return row
-
-    def faults(self, rules: RowRules) -> Iterator[tuple[int, str]]:
-        for start in range(0, len(self), _AT_ONCE):
-            for index, row in enumerate(self._several(start), start):
-                if fault := rules.fault(row):
-                    yield index, fault
-
-    def place(self, index: int) -> str:
-        return f"row {index} of {self._name} (line {self._lines[index]})"
-
-    def _several(self, start: int) -> Iterator[Row]:
-        """Rows parsed together, which is three times as fast; one by one where that fails."""
-        end = min(start + _AT_ONCE, len(self))
-        text = self._buffer[self._ends[start] : self._ends[end]].strip()
-        try:
-            rows = json.loads(b"[" + text.replace(b"\n", b",") + b"]")
-            whole = len(rows) == end - start and all(type(row) is dict for row in rows)
-        except (ValueError, RecursionError):
-            whole = False
-        return iter(rows) if whole else (self[index] for index in range(start, end))
-
-
-class _ArrowRows:
-    """Columns of a file. name: the file's."""
-
-    def __init__(self, table: Any, name: str) -> None:
-        self._table, self._name = table, name
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: int) -> Row:
-        try:
-            row: Row = self._table.slice(index, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{self.place(index)} holds a text that is not UTF-8") from error
-        return row
-
-    def faults(self, rules: RowRules) -> Iterator[tuple[int, str]]:
-        suspects = rules.suspects(self._table)
-        rows = self._all() if suspects is None else self._single(suspects)
-        for index, row in rows:
-            fault = rules.fault(row) if row is not None else "holds a text that is not UTF-8"
-            if fault:
-                yield index, fault
-
-    def _all(self) -> Iterator[tuple[int, Row | None]]:
-        for start in range(0, len(self), _AT_ONCE):
-            several = self._table.slice(start, _AT_ONCE)
-            try:
-                yield from enumerate(several.to_pylist(), start)
-            except UnicodeDecodeError:
-                yield from self._single(range(start, start + len(several)))
-
-    def _single(self, indices: Iterable[int]) -> Iterator[tuple[int, Row | None]]:
-        for index in indices:
-            try:
-                yield index, self[index]
-            except ConfigError:
-                yield index, None
-
-    def place(self, index: int) -> str:
-        return f"row {index} of {self._name}"
-
-
 def _open(files: Any, root: str, path: str, split: str | None) -> list[Rows]:
     if "*" not in root and files.isdir(root):
         if files.exists(f"{root}/dataset_dict.json"):
@@ -254,14 +135,14 @@ def _open(files: Any, root: str, path: str, split: str | None) -> list[Rows]:
         if files.exists(f"{root}/state.json"):
             _chosen([], split, path)
             return _saved(files, root)
-        names = [name for name in files.find(root) if _format(name)]
+        names = _rows_of(files.find(root))
     elif "*" in root:
         names = files.glob(root)
     else:
         _chosen([], split, path)
         names = [root]
     if not names:
-        raise ConfigError(f"{path!r} holds no .jsonl or .parquet file")
+        raise ConfigError(f"{path!r} holds no .jsonl, .json, .csv or .parquet file")
     return [_read(files, name) for name in _of_split(sorted(names), root, path, split)]
 
 
@@ -274,7 +155,7 @@ def _saved(files: Any, folder: str) -> list[Rows]:
         name = f"{folder}/{each['filename']}"
         _check_regular(files, name)
         source = pa.memory_map(name) if _local(files) else pa.py_buffer(files.cat_file(name))
-        tables.append(_ArrowRows(pa.ipc.open_stream(source).read_all(), name))
+        tables.append(ArrowRows(pa.ipc.open_stream(source).read_all(), name))
     return tables
 
 
@@ -289,20 +170,38 @@ def _read(files: Any, name: str) -> Rows:
     kind = _format(name)
     if kind is None:
         raise ConfigError(
-            f"{name!r} has no known format: name files that end in .jsonl or .parquet, or a "
+            f"{name!r} has no known format: name files that end in .jsonl, .json, .csv or "
+            ".parquet, or a "
             "directory that datasets saved"
         )
     _check_regular(files, name)
     size = files.size(name)
     if kind == "parquet":
         with files.open(name, "rb") as stream:
-            return _ArrowRows(_parquet(stream, name, size), name)
-    compressed = not name.endswith(".jsonl")
+            return ArrowRows(_parquet(stream, name, size), name)
+    compressed = not name.lower().endswith(f".{kind}")
     with files.open(name, "rb", compression="infer") as stream:
-        if compressed or not _local(files) or not size:
-            most = size if size is not None else _MOST_UNKNOWN
-            return _JsonLines(_read_whole(stream, name, _grown(most) if compressed else most), name)
-        return _JsonLines(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), name)
+        if kind == "jsonl" and size and not compressed and _local(files):
+            return JsonLines(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), name)
+        most = size if size is not None else _MOST_UNKNOWN
+        whole = _read_whole(stream, name, _grown(most) if compressed else most)
+    if kind == "jsonl":
+        return JsonLines(whole, name)
+    try:
+        text = whole.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not UTF-8 ({error})", remedy="save it as UTF-8") from error
+    if kind == "csv":
+        return CsvRows(text, name)
+    # Some have a line of JSON for each row under this name, too.
+    return JsonArray(text, name) if text.lstrip().startswith("[") else JsonLines(whole, name)
+
+
+def _rows_of(names: Sequence[str]) -> list[str]:
+    """The files of a directory that hold its rows: beside others .json and .csv describe them."""
+    kinds = {name: kind for name in names if (kind := _format(name))}
+    rows = [name for name, kind in kinds.items() if kind in ("jsonl", "parquet")]
+    return rows or [name for name in kinds if name.rpartition("/")[2] not in _DESCRIPTIONS]
 
 
 def _check_regular(files: Any, name: str) -> None:
@@ -353,13 +252,13 @@ def _local(files: Any) -> bool:
 
 
 def _format(name: str) -> str | None:
-    """jsonl or parquet, by the end of the name; that of a compression may follow jsonl."""
+    """One of `_FORMATS`, by the end of the name; that of a compression may follow a text's."""
     from fsspec.utils import infer_compression
 
     stem, _, end = name.lower().rpartition(".")
     if infer_compression(name):
         end = stem.rpartition(".")[2]
-        return end if end == "jsonl" else None
+        return end if end in _TEXTS else None
     return end if end in _FORMATS else None
 
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from earl_core.environments.adapters.row_forms import ANSWERS, RowForm
+from earl_core.environments.base import Message
 from earl_core.environments.rewards.results import ROLES
+from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_package
-from earl_core.system.similar import meant
 
 AnswerRule = Callable[[Any], str]
 """Rule that returns the fault of an answer, "" for none."""
@@ -23,34 +25,27 @@ _DEEPEST = 100
 
 @dataclass(frozen=True)
 class RowRules:
-    """The columns that a row needs. prompt: the column of the prompt. answer: that of the answer,
-    with its rule. scoring: columns that reward functions get."""
+    """What a row needs. form: how it is read. rule: of its answer. scoring: columns that reward
+    functions get."""
 
-    prompt: str
-    answer: str | None
+    form: RowForm
     rule: AnswerRule | None
     scoring: tuple[str, ...]
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """All that a row must have."""
-        named = (self.prompt, self.answer, *self.scoring)
-        return tuple(column for column in named if column is not None)
-
     def fault(self, row: Mapping[str, Any]) -> str:
         """Return the fault of a row, "" for none."""
-        for column in self.columns:
-            if column not in row:
-                near = meant(column, row).strip()
-                return f"has no column {column!r}; it has {', '.join(row)}" + (
-                    f" ({near})" if near else ""
-                )
-        if told := prompt_fault(row[self.prompt]):
-            return f"has a prompt (column {self.prompt!r}) that {told}"
-        judged = self.rule is not None and self.answer is not None
-        if judged and (told := self.rule(row[self.answer])):  # type: ignore[misc, index]
-            return f"has an answer (column {self.answer!r}) that {told}"
+        try:
+            chat = self.form.read(row)
+        except ConfigError as error:
+            return error.problem
+        if told := _prompt_fault(chat.prompt):
+            return f"has a prompt (column {self.form.place(row)!r}) that {told}"
+        judged = self.rule is not None and self.form.answer is not None
+        if judged and (told := self.rule(chat.answer)):  # type: ignore[misc]
+            return f"has an answer (column {self.form.answer!r}) that {told}"
         for column in self.scoring:
+            if column not in row:
+                return f"has no column {column!r}; it has {', '.join(row)}"
             if told := _unscored(row[column], 0):
                 return f"has in the column {column!r} {told}, which no reward function can be given"
         return ""
@@ -58,11 +53,18 @@ class RowRules:
     def suspects(self, table: Any) -> Sequence[int] | None:
         """Rows of an Arrow table among which are all that have a fault; None: look at all."""
         pc = import_package("pyarrow.compute", "pyarrow")
-        if any(column not in table.column_names for column in self.columns):
+        names = table.column_names
+        try:
+            prompt = self.form.place(names)
+        except ConfigError:
             return [0]
-        masks = [_bad_prompts(table[self.prompt])]
-        if self.rule is not None and self.answer is not None:
-            masks.append(_bad_answers(table[self.answer], self.rule is not text_or_number))
+        if any(column not in names for column in self.scoring):
+            return [0]
+        if "tools" in names or self.form.form in ("sharegpt", "alpaca") or prompt == "instruction":
+            return None
+        masks = [_bad_prompts(table[prompt], self.form.form)]
+        if self.form.answer is not None:
+            masks.append(self._bad_answers(table))
         masks += [_not_finite(table[column]) for column in self.scoring]
         if any(mask is None for mask in masks):
             return None
@@ -71,30 +73,30 @@ class RowRules:
             found |= set(pc.indices_nonzero(pc.fill_null(mask, True)).to_pylist())
         return sorted(found)
 
+    def _bad_answers(self, table: Any) -> Any:
+        """A mask of rows that may have no answer; None where the columns do not tell."""
+        pc = import_package("pyarrow.compute", "pyarrow")
+        own = ANSWERS[self.form.form] if self.form.answer == "answer" else ()
+        for path in map(str, (self.form.answer, *own)):
+            if path in table.column_names:
+                return _bad_answers(table[path], self.rule)
+            name, _, field = path.partition(".")
+            if name in table.column_names:
+                kind = table[name].type
+                known = hasattr(kind, "get_field_index") and kind.get_field_index(field) >= 0
+                if not known:
+                    return None
+                return _bad_answers(pc.struct_field(table[name], field), self.rule)
+        return None
 
-def prompt_fault(prompt: Any) -> str:
-    """Return the fault of a text or a list of messages, "" for none."""
-    if isinstance(prompt, str):
-        if prompt.isascii():
-            return "" if prompt and not prompt.isspace() else "is empty"
-        return _text_fault(prompt) or ("is empty" if not prompt.strip() else "")
-    if prompt is None:
-        return "is null"
-    if not isinstance(prompt, list):
-        return "is neither a text nor a list of messages with role and content"
-    if not prompt:
-        return "is an empty list"
-    said = False
-    for message in prompt:
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            return f"has a message whose role is none of {', '.join(ROLES)}"
-        content = message.get("content")
-        if not isinstance(content, str):
-            return "has a message whose content is no text"
-        if told := _text_fault(content):
-            return told
-        said = said or bool(content.strip())
-    return "" if said else "is empty: no message says anything"
+
+def _prompt_fault(messages: Sequence[Message]) -> str:
+    """Return the fault of the messages of a prompt, "" for none."""
+    if any(message["role"] not in ROLES for message in messages):
+        return f"has a message whose role is none of {', '.join(ROLES)}"
+    if not any(message["content"].strip() for message in messages):
+        return "is empty: no message says anything"
+    return ""
 
 
 def text_or_number(answer: Any) -> str:
@@ -105,7 +107,7 @@ def text_or_number(answer: Any) -> str:
         return "is null"
     if isinstance(answer, float) and not math.isfinite(answer):
         return f"is {answer}"
-    if isinstance(answer, list | dict):
+    if isinstance(answer, list | dict | tuple | set | bytes):
         return f"is a {type(answer).__name__}, neither a text nor a number"
     return ""
 
@@ -134,14 +136,14 @@ def _unscored(value: Any, depth: int) -> str:
     return next((told for each in inner if (told := _unscored(each, depth + 1))), "")
 
 
-def _bad_prompts(column: Any) -> Any:
+def _bad_prompts(column: Any, form: str) -> Any:
     """A mask of rows that may be no prompt; None where the type says nothing."""
     pa = import_package("pyarrow", "pyarrow")
     pc = import_package("pyarrow.compute", "pyarrow")
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return _blank(column)
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return _blank(column) if form in ("auto", "trl", "plain") else None
+    if form == "plain" or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return None
     inner = kind.value_type
     if not pa.types.is_struct(inner) or {"role", "content"} - {each.name for each in inner}:
@@ -151,6 +153,9 @@ def _bad_prompts(column: Any) -> Any:
         messages, parents = chunk.flatten(), pc.list_parent_indices(chunk)
         role, content = messages.field("role"), messages.field("content")
         if not pa.types.is_string(role.type) or not pa.types.is_string(content.type):
+            return None
+        if pc.any(pc.equal(role, "assistant")).as_py():
+            # The last message may be the answer.
             return None
         known = pc.is_in(role, value_set=pa.array(ROLES, role.type))
         blank = _blank(content)
@@ -182,17 +187,21 @@ def _without(column: Any, pattern: str) -> Any:
     return pc.fill_null(pc.invert(pc.match_substring_regex(column, pattern)), True)
 
 
-def _bad_answers(column: Any, numbers: bool) -> Any:
+def _bad_answers(column: Any, rule: AnswerRule | None) -> Any:
     pa = import_package("pyarrow", "pyarrow")
     pc = import_package("pyarrow.compute", "pyarrow")
     kind = column.type
+    if pa.types.is_nested(kind) or pa.types.is_dictionary(kind):
+        return None
+    if rule is None or pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return pc.is_null(column)
     if pa.types.is_floating(kind):
         return pc.fill_null(pc.invert(pc.is_finite(column)), True)
-    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        return pc.is_null(column)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        if rule is text_or_number:
+            return _blank(column)
         # Numbers without digits of ASCII are looked at in Python.
-        return pc.or_(_blank(column), _without(column, "[0-9]")) if numbers else _blank(column)
+        return pc.or_(_blank(column), _without(column, "[0-9]"))
     return None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from earl_core.environments.base import Message, ToolCall
-from earl_core.rollout.chat.tool_calls import NO_TOOLS, WRITTEN, Tools, call_id
+from earl_core.environments.base import Message, ToolCall, call_id
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, WRITTEN, Tools
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:

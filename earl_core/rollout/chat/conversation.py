@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from earl_core.environments.base import Message
+from earl_core.environments.base import Message, call_id
 from earl_core.rollout.chat.chat import MARK, ChatTokenizer
 from earl_core.rollout.chat.disguise import Sampled
-from earl_core.rollout.chat.tool_calls import NO_TOOLS, Answer, Tools, call_id
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Answer, Tools
 
 
 class Conversation:

@@ -151,11 +151,6 @@ class Answer:
         return message
 
 
-def call_id(number: int) -> str:
-    """Name a conversation's call: nine letters and digits, as Mistral's templates want it."""
-    return f"call{number:05d}"
-
-
 class ToolParser:
     """Finds the calls in a model's answers. template: a response template."""
 

@@ -1,4 +1,4 @@
-"""Rows of a data set read as chats: messages and tools in OpenAI's form."""
+"""Messages and tools of a data set, in OpenAI's form or ShareGPT's, as templates take them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,54 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from earl_core.environments.base import FunctionCall, Message, ToolCall
+from earl_core.environments.adapters.row_files import Row
+from earl_core.environments.base import FunctionCall, Message, ToolCall, call_id
 from earl_core.environments.tools.arguments import is_costly, misfit
 from earl_core.environments.tools.toolbox import check_schema
-from earl_core.rollout.chat.tool_calls import call_id
 from earl_core.system.errors import ConfigError
-from earl_core.system.similar import meant
 
 
-def read_messages(row: Mapping[str, Any], column: str) -> list[Message]:
-    """The messages of a row, one of the assistant at least. Raises `ConfigError` that goes on after
-    the row's place."""
-    if column not in row:
-        raise ConfigError(
-            f"has no column {column!r}, it has {', '.join(row)}",
-            remedy=f"{meant(column, row)}name the column in imitation.messages",
-        )
-    given = row[column]
-    if not isinstance(given, list) or not given:
-        raise ConfigError(f"has in the column {column!r} no list of messages")
-    messages = [_message(number, each) for number, each in enumerate(given)]
+def read_messages(given: Sequence[Any], learnt: bool = False) -> list[Message]:
+    """Messages in OpenAI's form. learnt: whether every answer among them is to be imitated. Raises
+    `ConfigError` that goes on after the row's place."""
+    messages = [_message(number, each, learnt) for number, each in enumerate(given)]
     _link(messages)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError(
-            "has no turn of the assistant, so there is nothing to imitate", remedy="leave it out"
-        )
     return messages
+
+
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+def read_turns(given: Sequence[Any], learnt: bool = False) -> list[Message]:
+    """Turns in ShareGPT's form, `from` and `value`; `function_call` is an answer that is a call,
+    written as JSON. Raises as `read_messages`."""
+    return read_messages([_turn(number, each) for number, each in enumerate(given)], learnt)
+
+
+def _turn(number: int, turn: Any) -> Row:
+    where = f"has in conversations[{number}]"
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
+        raise ConfigError(f"{where} no turn with from and value")
+    speaker, said = turn.get("from"), turn["value"]
+    if speaker == "function_call":
+        calls = _parsed(said, f"in conversations[{number}] a function_call that")
+        calls = calls if isinstance(calls, list) else [calls]
+        return {"role": "assistant", "tool_calls": [{"function": call} for call in calls]}
+    if speaker not in _SPEAKERS:
+        known = ", ".join([*_SPEAKERS, "function_call"])
+        raise ConfigError(f"{where} a turn from {speaker!r:.50}, which is none of {known}")
+    return {"role": _SPEAKERS[speaker], "content": said}
 
 
 def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -44,6 +66,8 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(given, list):
         raise ConfigError("has in the column 'tools' no list of tools")
+    # Some write the function alone.
+    given = [{"type": "function", "function": each} if _is_bare(each) else each for each in given]
     for schema in given:
         try:
             check_schema(schema)
@@ -52,15 +76,22 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return given
 
 
-def _message(number: int, message: Any) -> Message:
+def _is_bare(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and {"name", "parameters"} <= tool.keys()
+
+
+def _message(number: int, message: Any, learnt: bool) -> Message:
     where = f"has in messages[{number}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"{where} no message with role and content")
     calls = message.get("tool_calls") or []
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise ConfigError(f"{where} tool_calls that are no list")
-    read: Message = {"role": message["role"], "content": _content(where, message, bool(calls))}
-    if read["role"] == "assistant":
+    role = "system" if message["role"] == "developer" else message["role"]
+    read: Message = {"role": role, "content": _content(where, message, bool(calls))}
+    if role == "assistant" and message.get("function_call"):
+        raise ConfigError(f"{where} an answer with function_call", remedy="write it as tool_calls")
+    if role == "assistant" and learnt:
         _check_answer(where, message)
         if not (calls or read["content"].strip()):
             raise ConfigError(f"{where} an answer that says nothing, so there is nothing to learn")
@@ -72,7 +103,7 @@ def _message(number: int, message: Any) -> Message:
     return read
 
 
-_UNREAD = ("function_call", "reasoning", "reasoning_content", "thinking")
+_UNREAD = ("reasoning", "reasoning_content", "thinking")
 """Parts of an answer that other libraries read, and nobody here."""
 
 
@@ -82,8 +113,7 @@ def _check_answer(where: str, message: Mapping[str, Any]) -> None:
         if message.get(key):
             raise ConfigError(
                 f"{where} an answer with {key}, which would be left out",
-                remedy="write reasoning into its content, between <think> and </think>, and calls "
-                "as tool_calls",
+                remedy="write reasoning into its content, between <think> and </think>",
             )
     for key in ("weight", "train"):
         if message.get(key) in (0, False):
