@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,8 @@ from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options
 from earl_core.environments.rewards import ANSWER_RULES
 from earl_core.environments.rewards.results import real_number
+from earl_core.environments.rewards.row_rewards import RowReward
 from earl_core.environments.rewards.usable_rows import RowRules
-from earl_core.system.errors import ConfigError
-from earl_core.system.import_path import import_object, refuse_library
 
 _OUTCOMES = ("correct", "incorrect")
 
@@ -36,7 +34,8 @@ class PromptOptions(Options):
     system_prompt: system message before a prompt, instead of one that the row has.
     unusable_rows: rows without a usable prompt, answer or scoring value: refuse, or leave_out.
     reward_function: import path of function(completion, row) -> float or (float, dict); with a
-        third argument it gets the messages of the tools that were used.
+        third argument it gets the messages of the tools that were used. TRL's signature,
+        function(prompts, completions, **columns) -> list of floats, is taken, too.
     """
 
     path: str
@@ -66,15 +65,14 @@ class PromptEnvironment:
 
     def __init__(self, options: PromptOptions) -> None:
         self.options = options
-        self._reward = import_object(options.reward_function, "the option reward_function")
-        self._told = _takes_messages(self._reward, options.reward_function)
-        refuse_library(self._reward, options.reward_function, "the option reward_function")
-        rule = ANSWER_RULES.get(self._reward)
+        self._reward = RowReward(options.reward_function)
+        rule = ANSWER_RULES.get(self._reward.function)
         self._form = RowForm(options.format, options.prompt_column, options.answer_column)
         rules = RowRules(self._form, rule, options.scoring_columns)
         leave_out = options.unusable_rows == "leave_out"
         self._rows = read_rows(options.path, options.split, rules, leave_out)
         self._row: Row | None = None
+        self._asked: str | list[Message] = ""
         self._used: list[Message] = []
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
@@ -86,10 +84,12 @@ class PromptEnvironment:
             own = messages[0]["role"] == "system"
             messages = [{"role": "system", "content": system}, *messages[own:]]
         if chat.tools:
-            messages[0]["tools"] = chat.tools
+            messages = [{**messages[0], "tools": chat.tools}, *messages[1:]]
         if self.options.answer_column is not None:
             row["answer"] = chat.answer
         self._row, self._used = row, []
+        text = isinstance(row[self._form.place(row)], str)
+        self._asked = chat.prompt[-1]["content"] if text else list(chat.prompt)
         return messages
 
     def tools_used(self, messages: Sequence[Message]) -> None:
@@ -100,7 +100,7 @@ class PromptEnvironment:
         if self._row is None:
             raise RuntimeError("the question was answered or not asked yet: call reset first")
         row, self._row = self._row, None
-        returned = self._reward(text, row, *([self._used] if self._told else []))
+        returned = self._reward(text, row, self._asked, self._used)
         pair = isinstance(returned, tuple) and len(returned) == 2
         reward, details = returned if pair else (returned, {})
         value = real_number(reward)
@@ -126,26 +126,3 @@ class PromptEnvironment:
 
     def close(self) -> None:
         self._row = None
-
-
-def _takes_messages(function: Any, path: str) -> bool:
-    """Tell whether a reward function has a third argument, for the messages of tools. Raises
-    ConfigError for what is no plain function of (completion, row)."""
-    what = f"the option reward_function {path!r}"
-    if not callable(function):
-        raise ConfigError(f"{what} is not a function", remedy="name one")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(
-            f"{what} is a coroutine function",
-            remedy="make it a plain one, or name it in the section reward",
-        )
-    try:
-        signature = inspect.signature(function)
-        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        places = sum(each.kind in by_place for each in signature.parameters.values())
-        signature.bind("completion", {}, *([[]] if places > 2 else []))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{what} is no function of (completion, row): {error}", remedy="name one that is"
-        ) from error
-    return places > 2

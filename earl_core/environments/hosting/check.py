@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.config import RunConfig
+from earl_core.config import ConfigError, RunConfig
+from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
@@ -12,13 +13,20 @@ from earl_core.system import fault_points
 
 async def check_environments(config: RunConfig) -> list[str]:
     """Start and end a host of each environment, one of the evaluation's if its options differ, and
-    one of the reward functions: the user's code runs there and nowhere else. Returns
+    one of the reward functions: the user's code runs there and nowhere else. The reward function
+    of a data set scores one answer. Returns
     what is to be said of their tools. Raises `ConfigError`."""
     evaluated = config.evaluated if config.evaluation.options else {}
     suites = config.evaluation.suites
+    environments = [*config.played.values(), *evaluated.values(), *suites]
     pools = [
         EnvironmentPool.of(environment, hosts=1, concurrency=1, log_path=None)
-        for environment in (*config.played.values(), *evaluated.values(), *suites)
+        for environment in environments
+    ]
+    prompts = [
+        pool
+        for pool, environment in zip(pools, environments, strict=True)
+        if environment.name == "prompt"
     ]
     if config.reward.functions:
         pools.append(EnvironmentPool.of_rewards(config.reward, hosts=1, log_path=None))
@@ -26,8 +34,34 @@ async def check_environments(config: RunConfig) -> list[str]:
     for pool in pools:
         await pool.start()
         notes |= dict.fromkeys(pool.notes)
-        await pool.stop()
+        try:
+            if pool in prompts:
+                await _try_reward(pool)
+        finally:
+            await pool.stop()
     return list(notes)
+
+
+_TRIED = "0"
+"""An answer that most parsers take."""
+
+
+async def _try_reward(pool: EnvironmentPool) -> None:
+    """Have a data set's reward function score an answer to its first row. Raises `ConfigError`."""
+    try:
+        await pool.reset(0, 0, 0)
+        await pool.step(0, _TRIED)
+    except EnvironmentFailed as failure:
+        if failure.by_infrastructure or failure.reason == "host_died":
+            # A run retries these, too.
+            return
+        said = failure.detail.strip().splitlines() or [failure.reason]
+        raise ConfigError(
+            f"the reward function fails for the answer {_TRIED!r} to row 0 of its data set "
+            f"({said[-1]})",
+            remedy="have environment.options.reward_function return a number for any answer, and "
+            "take the columns that rows have",
+        ) from failure
 
 
 class Check(RunWorker):
