@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from earl_core.environments.adapters.chat_messages import (
     drop_absent,
@@ -57,8 +57,7 @@ ABSENT: Any = object()
 """What a row does not have."""
 
 
-@dataclass(frozen=True)
-class ChatRow:
+class ChatRow(NamedTuple):
     """What a row asks. prompt: the messages before its answer. answer: the value that completions
     are compared with; None where none is asked for. tools: its own, None where it names none."""
 
@@ -116,6 +115,12 @@ class RowForm:
 
     def read(self, row: Mapping[str, Any]) -> ChatRow:
         """Part a row into prompt and answer. Raises as `place`."""
+        # Most rows are two texts, of which there may be millions.
+        text = row.get(self.column or "prompt") if self.form in ("auto", "trl", "plain") else None
+        if type(text) is str and text.isascii() and "tools" not in row:
+            answer = None if self.answer is None else row.get(self.answer)
+            if self.answer is None or type(answer) in (str, int, float):
+                return ChatRow([{"role": "user", "content": text}], answer, None)
         messages = self.chat(row)
         tools = read_tools(row)
         drop_absent(messages, tools or ())

@@ -92,11 +92,12 @@ class RowRules:
 
 def _prompt_fault(messages: Sequence[Message]) -> str:
     """Return the fault of the messages of a prompt, "" for none."""
-    if any(message["role"] not in ROLES for message in messages):
-        return f"has a message whose role is none of {', '.join(ROLES)}"
-    if not any(message["content"].strip() for message in messages):
-        return "is empty: no message says anything"
-    return ""
+    said = False
+    for message in messages:
+        if message["role"] not in ROLES:
+            return f"has a message whose role is none of {', '.join(ROLES)}"
+        said = said or bool(message["content"].strip())
+    return "" if said else "is empty: no message says anything"
 
 
 def text_or_number(answer: Any) -> str:
