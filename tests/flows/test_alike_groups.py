@@ -76,7 +76,7 @@ def test_stopped_in_each_wave_nothing_is_played_twice(runs: Runs, undisturbed: U
     assert state["state"]["prompts_trained"] == prompts[1][-1] + 1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_killed_in_waves(runs: Runs, undisturbed: Undisturbed) -> None:
     """At other places than those where it is stopped."""
     for moment in ("rollout_wave2.seal@0", "reward_wave3.seal@0", "reward_wave1.after@1"):

@@ -140,7 +140,7 @@ def test_a_larger_teacher_scores_what_the_policy_played(story: Runs, tmp_path: P
     assert read_record(story.run("taught"))["references"][str(larger)]["path"] == str(larger)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_pupil_comes_to_its_teacher_without_a_reward(runs: Runs, tmp_path: Path) -> None:
     pupil = tmp_path / "pupil"
     save_larger(runs.model, pupil)

@@ -117,11 +117,19 @@ POINTS = {
     "save": "update.save",
     "publish": "publish.write",
 }
+ELSEWHERE = ("forward", "publish")
+"""Where another rank is stopped in the test below, and one of a whole run is killed."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("point", "rank"), [(point, n % 2) for n, point in enumerate(POINTS.values())], ids=POINTS
+    ("point", "rank"),
+    [
+        pytest.param(
+            *(point, n % 2), id=name, marks=[pytest.mark.campaign] if name in ELSEWHERE else []
+        )
+        for n, (name, point) in enumerate(POINTS.items())
+    ],
 )
 def test_a_killed_rank(
     point: str,
