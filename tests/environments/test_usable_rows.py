@@ -13,7 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from earl_core.environments.adapters.row_forms import Form, RowForm
 from earl_core.environments.registry import check, create
 from earl_core.system.errors import ConfigError
 
@@ -137,3 +140,39 @@ def test_what_is_no_file_or_grows_without_bounds_is_refused(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=message) as caught:
             check("prompt", options(tmp_path / place))
         assert place in str(caught.value) or place == "y.jsonl"
+
+
+texts = st.text("ab 1é", min_size=1).filter(str.strip)
+
+
+@given(st.lists(texts, min_size=2, max_size=6).filter(lambda said: len(said) % 2 == 0))
+def test_a_chat_is_read_alike_in_every_form(said: list[str]) -> None:
+    roles, speakers = ("user", "assistant"), ("human", "gpt")
+    chat = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
+    turns = [{"from": speakers[at % 2], "value": text} for at, text in enumerate(said)]
+    pairs = [said[at : at + 2] for at in range(0, len(said) - 2, 2)]
+    *_, question, answer = said
+    rows: list[tuple[Form, dict[str, Any]]] = [
+        ("openai", {"messages": chat}),
+        ("openai", {"messages": json.dumps(chat)}),
+        ("trl", {"prompt": chat[:-1], "completion": chat[-1:]}),
+        ("trl", {"prompt": chat[:-1], "completion": answer}),
+        ("verl", {"prompt": chat[:-1], "reward_model": {"ground_truth": answer}}),
+        ("sharegpt", {"conversations": turns}),
+        ("alpaca", {"instruction": question, "output": answer, "history": pairs}),
+    ]
+    for form, row in rows:
+        assert RowForm(form).read(row) == (chat[:-1], answer, None)
+        if form != "verl":
+            assert RowForm(form, learnt=True).chat(row) == chat
+    for named in ("auto", "plain"):
+        row = {"prompt": question, "answer": answer}
+        assert RowForm(named).read(row).prompt == [{"role": "user", "content": question}]
+
+
+def test_a_text_is_not_taken_for_a_chat(tmp_path: Path) -> None:
+    for column in ("messages", "conversations"):
+        table = pa.table({column: [json.dumps(CHAT)] * 2, "answer": ["2", "3"]})
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(ConfigError, match=r"row 0 .* is a text, where a list of messages"):
+            check("prompt", {"path": str(tmp_path / "a.parquet")})

@@ -277,7 +277,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nobody answers": ({"messages": [user("a")]}, "has no turn of the assistant, so there is"),
     "no column": ({"message": []}, r"has no column 'messages'; it has message .*did you mean"),
-    "no list": ({"messages": "a"}, "has no turn of the assistant"),
+    "no list": ({"messages": "a"}, "is a text, where a list of messages is expected; declare"),
     "no role": ({"messages": [{"content": "a"}]}, r"has in messages\[0\] no message with role"),
     "no text": (
         {"messages": [user("a"), {"role": "assistant", "content": 3}]},

@@ -30,6 +30,9 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 """Columns that hold the chat, or its prompt; the first that a row has."""
 
+_CHATS = ("messages", "conversations")
+"""Columns whose texts are lists that are written as JSON."""
+
 _LEARNT_PLACES = ("messages", "conversations", "prompt", "instruction")
 """The same of `auto`, for demonstrations."""
 
@@ -97,7 +100,7 @@ class RowForm:
         if isinstance(given, str) and self.form in ("openai", "verl", "sharegpt"):
             given = _parsed(column, given)
         turns = isinstance(given, list) and bool(given) and _is_turn(given[0])
-        told = self._misfit(given, turns)
+        told = self._misfit(column, given, turns)
         if told:
             raise ConfigError(f"has a prompt (column {column!r}) that {told}")
         if isinstance(given, str):
@@ -130,14 +133,22 @@ class RowForm:
         answer = None if self.answer is None else self._answer(row, said)
         return ChatRow(messages, answer, tools)
 
-    def _misfit(self, given: Any, turns: bool) -> str:
+    def takes_text(self, column: str) -> bool:
+        """Whether a text in this column is a prompt, and no list that is written as JSON."""
+        if self.form == "auto":
+            return self.column is not None or column not in _CHATS
+        return self.form in ("trl", "alpaca", "plain")
+
+    def _misfit(self, column: str, given: Any, turns: bool) -> str:
         """Why the value of the chat's column is not what the form has there, "" where it is."""
         if given is None:
             return "is null"
         chat = isinstance(given, list)
         if self.form == "auto":
-            fits = chat or isinstance(given, str)
+            fits = chat or (isinstance(given, str) and self.takes_text(column))
             wanted = "neither a text nor a list of messages with role and content"
+            if isinstance(given, str):
+                wanted = "a text, where a list of messages is expected; declare its format"
         else:
             wanted = f"not {_WANTED[self.form]}, as the format {self.form} has it"
             fits = {

@@ -21,6 +21,8 @@ AnswerRule = Callable[[Any], str]
 """Rule that returns the fault of an answer, "" for none."""
 
 _DEEPEST = 100
+_READ_ALONE = ("sharegpt", "alpaca", "plain")
+"""Formats whose rows are looked at one by one."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,13 @@ class RowRules:
             return [0]
         if any(column not in names for column in self.scoring):
             return [0]
-        if "tools" in names or self.form.form in ("sharegpt", "alpaca") or prompt == "instruction":
+        if (
+            "tools" in names
+            or self.form.form in ("sharegpt", "alpaca", "plain")
+            or prompt == "instruction"
+        ):
             return None
-        masks = [_bad_prompts(table[prompt], self.form.form)]
+        masks = [_bad_prompts(table[prompt], self.form.takes_text(prompt))]
         if self.form.answer is not None:
             masks.append(self._bad_answers(table))
         masks += [_not_finite(table[column]) for column in self.scoring]
@@ -137,14 +143,14 @@ def _unscored(value: Any, depth: int) -> str:
     return next((told for each in inner if (told := _unscored(each, depth + 1))), "")
 
 
-def _bad_prompts(column: Any, form: str) -> Any:
+def _bad_prompts(column: Any, texts: bool) -> Any:
     """A mask of rows that may be no prompt; None where the type says nothing."""
     pa = import_package("pyarrow", "pyarrow")
     pc = import_package("pyarrow.compute", "pyarrow")
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return _blank(column) if form in ("auto", "trl", "plain") else None
-    if form == "plain" or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return _blank(column) if texts else None
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return None
     inner = kind.value_type
     if not pa.types.is_struct(inner) or {"role", "content"} - {each.name for each in inner}:
