@@ -225,7 +225,7 @@ def _apart(controller: RunController, number: int) -> bool:
 
 def overlaps(settings: RunConfig) -> bool:
     """Tell whether iterations run side by side; colocated stages take turns anyway."""
-    return settings.schedule.staleness > 0 and settings.stages.placed.side_by_side
+    return settings.schedule.pinned > 0 and settings.stages.placed.side_by_side
 
 
 def _may_go_back(

@@ -31,7 +31,7 @@ def update(given: StageInputs) -> dict[str, Any]:
     watch = StageWatch(controller, deployment, iteration)
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
-        if controller.config.schedule.staleness:
+        if controller.config.schedule.pinned:
             # Rollouts to come play this version, too, which nobody holds after the update.
             input_weights(controller, deployment, iteration, "update")
         if not controller.hardware.gpus:

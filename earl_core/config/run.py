@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
-from earl_core.config.combinations import check_algorithm, check_groups
+from earl_core.config.combinations import check_algorithm, check_groups, check_stream
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -235,6 +235,10 @@ class RunConfig(Settings):
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         self.schedule.check(self.iterations, corrected)
+        if self.schedule.streams:
+            agents = [label or "environment" for label, each in self.played.items() if each.agent]
+            others = self.imitation is not None, self.curriculum is not None
+            check_stream(rollout, agents, self.selector.policy, *others)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages)

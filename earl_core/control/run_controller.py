@@ -19,6 +19,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_ancestor
 from earl_core.control.device_figures import figures_for
 from earl_core.control.engine_turns import EngineTurns
+from earl_core.control.group_stream import GroupStream
 from earl_core.control.hardware import open_cluster, with_network
 from earl_core.control.learner_handle import LearnerHandle
 from earl_core.control.learnt_profile import LearntProfile, RunHistory
@@ -132,6 +133,7 @@ class RunController:
         self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
         self.turns = EngineTurns()
+        self.stream = GroupStream(run, self.groups, self.listener)
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
         self._registered.enter_context(live(str(run.path.resolve()), self))
@@ -297,7 +299,8 @@ class RunController:
         self._registered.close()
         with self._held:
             self._held.callback(self.episodes.settle)
-            self.groups.close()
+            self._held.callback(self.groups.close)
+            self.stream.close()
 
 
 def open_controller(

@@ -25,7 +25,7 @@ from earl_core.control.failure_diagnosis import (
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
-from earl_core.deployment.stages import STAGES, rows_of, stage_of
+from earl_core.deployment.stages import PLAYED, STAGES, rows_of, stage_of
 from earl_core.dispatch import Manifest
 from earl_core.experience.alike_groups import TRAINED_EPISODES
 from earl_core.run import stage_key
@@ -91,7 +91,7 @@ def observe(controller: RunController, manifests: Mapping[str, Manifest]) -> Non
     for manifest in manifests.values():
         if "deployment" not in manifest.outputs:
             continue
-        played = stage_of(manifest.stage) == "rollout"
+        played = stage_of(manifest.stage) in PLAYED
         load = load_of(manifest.metrics) if played else training
         seen = _measured(controller, predictor, load, manifest)
         if seen not in known:

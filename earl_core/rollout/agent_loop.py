@@ -157,7 +157,10 @@ class _Loop:
         if player.begins_new_sample:
             self.engine.finish([player.spec.episode_id])
         limit = self.settings.episode_seconds
-        if limit is not None and time.monotonic() - self._began[player.spec.episode_id] > limit:
+        if (
+            limit is not None
+            and self.settings.clock() - self._began[player.spec.episode_id] > limit
+        ):
             setting = "environment.episode_timeout_seconds"
             player.fail("environment_timeout", f"it took over {limit:g} s ({setting})")
             return None
@@ -177,7 +180,7 @@ class _Loop:
         spec = player.spec
         self._open.add(spec.episode_id)
         while not player.finished:
-            self._began[spec.episode_id] = time.monotonic()
+            self._began[spec.episode_id] = self.settings.clock()
             try:
                 messages = await self.pool.reset(
                     spec.episode_id, spec.prompt_id, spec.environment_seed

@@ -29,15 +29,13 @@ from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 from earl_core.system.files import open_file, writing_atomic
 from earl_core.trajectory.samples import transcript, utf8
-from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
+from earl_core.trajectory.schema import GROUP_SCHEMA, SAMPLE_BITS
 
 NAME = "episodes.parquet"
 
 _TEXTS = pa.field("texts", pa.large_list(pa.large_string()), nullable=False)
 _REWARDS = [pa.field("reward", pa.float32()), pa.field("scores", pa.large_string())]
-SCHEMA = pa.schema(
-    [*ROLLOUT_SCHEMA.set(ROLLOUT_SCHEMA.get_field_index("texts"), _TEXTS), *_REWARDS]
-)
+SCHEMA = pa.schema([*GROUP_SCHEMA.set(GROUP_SCHEMA.get_field_index("texts"), _TEXTS), *_REWARDS])
 """Columns of the files of kept episodes."""
 
 _SOURCE = b"earl.source"
@@ -68,8 +66,8 @@ def write_episodes(
     rewards = pa.concat_tables(stores.table(entry, path.parent) for entry in reward.shards)
     samples = rewards["sample_id"]
     with writing_atomic(path) as descriptor, open(descriptor, "wb", closefd=False) as stream:
-        # Shards that an older version wrote lack what came since.
-        lacking = set(ROLLOUT_SCHEMA.names) - rollout.column_names() if rollout.shards else set()
+        # Shards that an older version wrote lack what came since, and most have one version.
+        lacking = set(GROUP_SCHEMA.names) - rollout.column_names() if rollout.shards else set()
         fields = [field for field in SCHEMA if field.name not in lacking]
         schema = pa.schema(fields, {_SOURCE: source})
         with pq.ParquetWriter(

@@ -47,7 +47,7 @@ def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted:
             )
     _copy_checkpoint(run, iteration, target)
     uid = new_uid()
-    staleness = config.schedule.staleness
+    staleness = config.schedule.pinned
     over = staleness_over_iterations(read_record(run), staleness, iteration)
     write_record(target, {"uid": uid, "attempts": 0, STALENESS: over})
     store = run_store(target, wanted)
