@@ -22,7 +22,7 @@ from earl_core.control.worker_groups import Progress, WorkerGroups
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.mixture import draw
+from earl_core.rollout.mixture import Cursor, Draw, draw
 from earl_core.rollout.rollout_stats import RolloutStats, merge
 from earl_core.run import RunDirectory
 from earl_core.run.group_batches import GroupBatches
@@ -72,6 +72,8 @@ class GroupStream:
         self._newest: Manifest | None = None
         self._probe: dict[str, float] = {}
         self._anew = 0
+        self._draws: list[Draw] = []
+        self._cursor: Cursor = {}
         self._since: float | None = None
         clock = os.environ.get(CLOCK)
         self._clock = None if clock is None else int(clock)
@@ -251,8 +253,14 @@ class GroupStream:
         config = self._config
         if not config.environments:
             return [(group, "", group) for group in groups]
-        draws, _ = draw(config.mixture, {}, None, max(groups) + 1)
-        return [(group, *draws[group]) for group in groups]
+        with self._changed:
+            return self._drawn_of_mixture(groups)
+
+    def _drawn_of_mixture(self, groups: Sequence[int]) -> list[tuple[int, str, int]]:
+        more = max(groups) + 1 - len(self._draws)
+        draws, self._cursor = draw(self._config.mixture, self._cursor, None, max(0, more))
+        self._draws += draws
+        return [(group, *self._draws[group]) for group in groups]
 
     def _take(self, engine: _Engine, found: dict[str, Any]) -> None:
         sealed = [
