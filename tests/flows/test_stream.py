@@ -87,6 +87,8 @@ def test_unfinished_groups_go_on_under_new_weights_and_are_trained_once(
     train(runs, *asked)
     runs.assert_learnt()
     assert set(assert_once_and_young(runs.run(), 2, 6).tolist()) == {0, 1, 2}
+    lines = {int(line["iteration"]): line for line in runs.metrics()}
+    assert [lines[k]["rollout/groups_carried"] > 0 for k in (3, 4, 5)] == [False, True, True]
     # The long group of the last batch began two iterations before.
     rows = pq.read_table(runs.run() / "iterations/000005/episodes.parquet").to_pylist()
     assert {3, 5} <= {v for row in rows if row["group_id"] == 20 for v in row["token_versions"]}
