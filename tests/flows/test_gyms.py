@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from earl_core.environments.hosting.host_archive import write_host_archive
-from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool, write_host_archive
 from tests.environments.test_tools import in_pool
 from tests.flows.runs import LEARNING, Runs
 from tests.foreign import foreign_python

@@ -22,8 +22,7 @@ def age_metrics(batch: Batch | None, policy_version: int, ranks: Ranks) -> dict[
     """Ages of the trained tokens of all ranks, in versions: that which trains less that which
     sampled the token, or the first token of its turn where only that is known.
 
-    Returns ``age_mean``, ``age_p95`` and ``age_max``; nothing where no row has versions.
-    Collective.
+    Returns ``age_mean``, ``age_p95`` and ``age_max``; nothing if no row has versions. Collective.
     """
     counted: Counter[int] = Counter()
     for part in ranks.gather_json(list(_ages(batch, policy_version).items())):
