@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.2
 """Of a call that waits for a group to end: an engine takes no new weights meanwhile."""
 
+_CLOSE_SECONDS = 5.0
+
 CLOCK = "EARL_CLOCK"
 """Environment variable for tests: time is slices of tokens. An engine plays so many of them after a
 batch is complete, and then waits for the next version. Runs with equal clocks are equal."""
@@ -117,9 +119,13 @@ class GroupStream:
         return self._result(deployment, iteration, seconds, carried_over)
 
     def close(self) -> None:
-        """End the threads; what is playing is played anew by whoever goes on."""
-        self._closed = True
-        self._end_threads()
+        """Have the threads end, before the groups do; what is playing is played anew by whoever
+        goes on. Calls that take longer are cut off with their groups."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(_CLOSE_SECONDS)
 
     def _wait_for_clock(self) -> None:
         """Under a clock, wait until the engines have played as far as it goes."""
