@@ -47,11 +47,13 @@ batch is complete, and then waits for the next version. Runs with equal clocks a
 @dataclass
 class _Engine:
     """An engine, as far as this process knows it. group: its ranks; None: nothing is known of them.
-    version: that it plays; None: it has to load one. room: for how many further episodes."""
+    version: that it plays; None: it has to load one. digest: of its weights. room: for how many
+    further episodes."""
 
     member: int
     group: Group | None = None
     version: int | None = None
+    digest: str = ""
     room: int = 0
     playing: set[int] = field(default_factory=set)
 
@@ -95,8 +97,12 @@ class GroupStream:
         self._since = self._since or time.monotonic()
         self._wait_for_clock()
         with self._changed:
+            if self._error is not None:
+                text = f"engines that played ahead had stopped: {self._error}"
+                logger.warning("%s", text)
+                self._run.note(iteration, "collect", text)
             self._batches.settle(iteration)
-            self._error, self._beyond = None, 0
+            self._error, self._beyond, self._probe = None, 0, {}
             self._iteration, self._newest, self._deployment = iteration, weights, deployment
             last = iteration + 1 if alone else self._config.iterations
             self._until = last * self._config.rollout.prompts_per_iteration
@@ -110,7 +116,8 @@ class GroupStream:
         if not self._goes_ahead or self._error is not None:
             self._end_threads()
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            raise error
         if not self._is_decided():
             raise Cancelled("the run was asked to stop")
         seconds, self._since = time.monotonic() - self._since, None
@@ -146,11 +153,11 @@ class GroupStream:
 
     def _start(self, engines: int) -> None:
         """Have so many engines at work."""
-        self._groups.retire("rollout", engines)
         alive = bool(self._threads) and all(thread.is_alive() for thread in self._threads)
         if alive and set(self._engines) == set(range(engines)):
             return
         self._end_threads()
+        self._groups.retire("rollout", engines)
         for member in [each for each in self._engines if each >= engines]:
             self._forget(self._engines.pop(member))
         members = [[each] for each in range(engines)]
@@ -215,11 +222,16 @@ class GroupStream:
                 self._forget(engine)
                 engine.group = group
         assert newest is not None
-        if engine.version != carried(newest):
+        wanted = carried(newest), str(newest.outputs["digest"])
+        if (engine.version, engine.digest) != wanted:
             found = self._call(engine, "load", weights=newest.outputs["weights"], anew=fresh)
             with self._changed:
-                engine.version, engine.room = carried(newest), int(found["room"])
-                self._probe = found["probe"]
+                # Its engine may have been ended meanwhile, as by an evaluation.
+                self._lose(engine, engine.playing - set(found["playing"]))
+                engine.version, engine.digest = wanted
+                engine.room = int(found["room"])
+                worst = self._probe
+                worst |= {n: max(each, worst.get(n, each)) for n, each in found["probe"].items()}
         with self._changed:
             admitted = self._admitted(engine)
         if admitted:
@@ -273,6 +285,7 @@ class GroupStream:
             SealedGroup.model_validate(
                 {
                     "group": each["group"],
+                    "key": self._batches.key(self._batch_of(each["group"])),
                     "shards": each["shards"],
                     "tally": redact_tree(each["tally"]),
                     "versions": {v: self._digest(v) for v in each["versions"]},
@@ -299,13 +312,18 @@ class GroupStream:
 
     def _forget(self, engine: _Engine) -> None:
         """What the engine was playing is played anew."""
-        if engine.playing:
-            listed = ", ".join(map(str, sorted(engine.playing)))
+        self._lose(engine, set(engine.playing))
+        engine.group, engine.version = None, None
+
+    def _lose(self, engine: _Engine, groups: set[int]) -> None:
+        """Some of the groups that the engine was given are played anew."""
+        if groups:
+            listed = ", ".join(map(str, sorted(groups)))
             text = f"engine {engine.member} is not what it was: groups {listed} are played anew"
             logger.warning("%s", text)
             self._run.note(self._iteration, "collect", text)
-        self._anew += len(engine.playing)
-        engine.playing, engine.group, engine.version = set(), None, None
+        self._anew += len(groups)
+        engine.playing -= groups
 
     def _call(self, engine: _Engine, method: str, **arguments: Any) -> dict[str, Any]:
         assert engine.group is not None
@@ -344,15 +362,17 @@ class GroupStream:
         try:
             rollout_stats.check_failures(tally, self._config.rollout.max_failed_share)
         except Exception:
-            self._batches.play_anew(
-                [g for g in groups if RolloutStats.model_validate(g.tally).failed]
-            )
+            # What broke them may have broken groups of later batches, too.
+            self._end_threads()
+            failing = self._batches.failing(iteration)
+            self._anew += len(failing)
+            self._batches.play_anew(failing)
             raise
-        versions = sorted({version for group in groups for version in group.versions})
+        versions = {v: digest for group in groups for v, digest in group.versions.items()}
         anew, self._anew = self._anew, 0
         outputs: dict[str, Any] = {
             "groups": [groups[0].group, groups[-1].group + 1],
-            "versions": versions,
+            "versions": {str(version): versions[version] for version in sorted(versions)},
         }
         if tally.failures:
             outputs["failures"] = redact_tree(tally.failures)

@@ -29,6 +29,7 @@ from earl_core.deployment.stages import PLAYED, STAGES, rows_of, stage_of
 from earl_core.dispatch import Manifest
 from earl_core.experience.alike_groups import TRAINED_EPISODES
 from earl_core.run import stage_key
+from earl_core.run.group_batches import misfit
 from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.choice.expected_load import computed_load
 from earl_core.selector.choice.predict import Predictor
@@ -279,6 +280,9 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
         if not held and not is_updated(controller.run, iteration, checksums=True):
             known = None
     if known is not None and makes == "weights" and not weights_exist(controller, known):
+        known = None
+    if known is not None and stage == "collect" and (why := misfit(controller.run, known)):
+        controller.run.note(iteration, stage, f"collected again: {why}")
         known = None
     verdict = Verdict(key, known)
     controller.verdicts[iteration, stage] = verdict

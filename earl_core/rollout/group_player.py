@@ -64,6 +64,11 @@ class GroupPlayer:
         return sum(each.live for each in self._playing.values())
 
     @property
+    def playing(self) -> list[int]:
+        """The groups that are played, and those that have ended and were not taken, ascending."""
+        return sorted(self._playing)
+
+    @property
     def room(self) -> int:
         """How many further episodes may be in play."""
         return (self._settings.max_live_episodes or 0) - self.live
@@ -100,7 +105,9 @@ class GroupPlayer:
         ]
         for group in done:
             del self._playing[group]
-        self._check_limit()
+        if not found:
+            # What has ended is taken first.
+            self._check_limit()
         return found
 
     async def park(self) -> None:

@@ -127,8 +127,8 @@ class RolloutWorker(EngineWorker):
     async def load(self, weights: dict[str, Any], anew: bool = False) -> dict[str, Any]:
         """Have groups be played, and go on, under these weights: as `ensure`, between two tokens.
 
-        anew: forget the groups that are played. Returns what it returns, and `room` as `admit`
-        does.
+        anew: forget the groups that are played. Returns what it returns, `room` as `admit` does,
+        and `playing`: the groups that go on.
         """
         if anew:
             await self._forget_groups()
@@ -143,7 +143,7 @@ class RolloutWorker(EngineWorker):
             )
             play = partial(self._pools.play, chat=chat, environments=self._config.played)
             self._groups = GroupPlayer(engine, play, settings, self._config.deadlines.stage)
-        return {**found, "room": self._groups.room}
+        return {**found, "room": self._groups.room, "playing": self._groups.playing}
 
     async def admit(self, groups: Sequence[tuple[int, str, int]]) -> dict[str, Any]:
         """Begin to play groups: their numbers in the run, and what they play. Returns at once:
@@ -207,7 +207,7 @@ class RolloutWorker(EngineWorker):
 
     def _group_player(self) -> GroupPlayer:
         if self._groups is None:
-            raise RuntimeError("no group can be played yet: call `load` first")
+            raise EngineLost("the engine was ended, and with it what it played: call `load` first")
         return self._groups
 
     async def _forget_groups(self) -> None:

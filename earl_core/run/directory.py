@@ -318,7 +318,8 @@ class RunDirectory:
 
     def unreleased_shards(self) -> set[str]:
         """Files of all shards that sealed manifests name and nobody released."""
-        files = group_files(self.path)
+        first = (self.last_stable() + 1) * self.config.rollout.prompts_per_iteration
+        files = group_files(self.path, first) if self.config.schedule.streams else set()
         for path in (self.path / "iterations").glob("*/*.json"):
             if not path.with_suffix(".released").exists():
                 # A damaged manifest names nothing: its stage is repeated.

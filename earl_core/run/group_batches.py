@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from earl_core.config.stage_keys import stage_key
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry
 from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.run.directory import RunDirectory
@@ -29,6 +30,17 @@ class GroupBatches:
         covered = (self._run.last_stable() + 1) * self._size
         first = min(covered, iteration * self._size)
         self._sealed = {g: each for g, each in self._known.items() if g >= first}
+        # An update that was done again may have made others of a version, since they were read.
+        self.play_anew([each for each in self.of(iteration) if not fits(self._run, each.versions)])
+
+    def key(self, iteration: int) -> str:
+        """The key of the settings that play the groups of the iteration's batch."""
+        return stage_key(self._run.config, self._run.uid, iteration, "collect", [])
+
+    def failing(self, iteration: int) -> list[SealedGroup]:
+        """The sealed groups of this batch and later ones that have failed episodes."""
+        later = (each for g, each in self._known.items() if g >= iteration * self._size)
+        return [each for each in later if each.tally and each.tally.get("failed")]
 
     def is_complete(self, iteration: int) -> bool:
         """Tell whether all groups of the iteration's batch are sealed."""
@@ -77,20 +89,16 @@ class GroupBatches:
         return self._sealed
 
     def _is_usable(self, group: SealedGroup) -> bool:
-        """Tell whether its shards are there, and the run has published the weights that sampled it,
-        none of them too old."""
-        oldest = group.group // self._size - self._run.config.schedule.staleness
-        if min(group.versions, default=oldest) < oldest:
+        """Tell whether it was played by these settings, its shards are there, and the run has
+        published the weights that sampled it, none of them too old."""
+        batch = group.group // self._size
+        if group.key != self.key(batch) or is_old(self._run, batch, group.versions):
             return False
         with suppress(ManifestError):
             for entry in group.shards:
                 self._run.stores.verify(entry, checksum=True)
-            return all(digest == self._published(v) for v, digest in group.versions.items())
+            return fits(self._run, group.versions)
         return False
-
-    def _published(self, version: int) -> str:
-        place = self._run.versions.publication(version)
-        return str(self._run.manifest(*place).outputs["digest"])
 
     def _alone(self, group: SealedGroup, iteration: int) -> Manifest:
         return Manifest(
@@ -104,3 +112,28 @@ class GroupBatches:
 
     def _batch(self, iteration: int) -> range:
         return range(iteration * self._size, (iteration + 1) * self._size)
+
+
+def is_old(run: RunDirectory, iteration: int, versions: Iterable[int]) -> bool:
+    """Tell whether one of the versions is too old for the iteration to train on its tokens."""
+    return min(versions, default=iteration) < iteration - run.config.schedule.staleness
+
+
+def fits(run: RunDirectory, versions: Mapping[int, str]) -> bool:
+    """Tell whether these are the weights that the run has published under these versions. versions:
+    their digests."""
+    with suppress(ManifestError):
+        places = {version: run.versions.publication(version) for version in versions}
+        return all(
+            run.manifest(*places[version]).outputs["digest"] == digest
+            for version, digest in versions.items()
+        )
+    return False
+
+
+def misfit(run: RunDirectory, collected: Manifest) -> str:
+    """Say why what a batch was collected from is not to be trained on; empty: it is."""
+    versions = {int(version): each for version, each in collected.outputs["versions"].items()}
+    if is_old(run, collected.iteration, versions):
+        return "some of its tokens are older than schedule.staleness allows now"
+    return "" if fits(run, versions) else "the weights that sampled it are not the run's any more"

@@ -22,14 +22,16 @@ NAME = "groups.jsonl"
 class SealedGroup(BaseModel):
     """A group that was played to its end.
 
-    group: its number in the run. shards: one, or none where all of its episodes have failed.
-    tally: a dumped `RolloutStats`; None: it is to be played anew. versions: the digest of the
-    weights of each policy version that has sampled tokens of it.
+    group: its number in the run. key: of the settings that played it, as its batch has it. shards:
+    one, or none where all of its episodes have failed. tally: a dumped `RolloutStats`; None: it is
+    to be played anew. versions: the digest of the weights of each policy version that has sampled
+    tokens of it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     group: int = Field(ge=0)
+    key: str = ""
     shards: tuple[ShardEntry, ...] = ()
     tally: dict[str, Any] | None = None
     versions: dict[int, str] = {}
@@ -56,7 +58,7 @@ class GroupJournal:
         return found
 
 
-def group_files(run: Path) -> set[str]:
-    """The files of all shards that the journal of a run names."""
+def group_files(run: Path, first: int) -> set[str]:
+    """The files of the shards that the journal of a run names, of groups from number `first` on."""
     groups = GroupJournal(run).read().values()
-    return {entry.file for group in groups for entry in group.shards}
+    return {entry.file for group in groups if group.group >= first for entry in group.shards}

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from earl_core.config import load_config
+from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.run.group_journal import GroupJournal
 from flows.debug import Debugged, opened_here
 from tests.flows.runs import KILLED, Runs
@@ -107,6 +108,28 @@ def test_under_a_clock_a_stream_repeats_bit_for_bit(
         assert_once_and_young(runs.run(name), 1, 3)
     runs.assert_learnt("one", than="other")
     assert runs.weights(2, "one") == runs.weights(2, "again") != runs.weights(2, "other")
+
+
+@pytest.mark.slow
+def test_what_an_engine_was_playing_that_was_ended_aside_is_played_anew(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory cannot be restored, which ends it and is no error of a stage."""
+    restored = []
+
+    async def restore_memory(engine: TorchEngine) -> None:
+        restored.append(engine)
+        if len(restored) == 4:
+            raise RuntimeError("no memory to restore")
+        await restoring(engine)
+
+    restoring = TorchEngine.restore_memory
+    monkeypatch.setattr(TorchEngine, "restore_memory", restore_memory)
+    monkeypatch.setenv("EARL_CLOCK", "0")
+    train(runs, *stream(2, 6))
+    assert_once_and_young(runs.run(), 2, 6)
+    assert sum(line["rollout/groups_anew"] for line in runs.metrics()) > 0
+    assert len(restored) > 4
 
 
 def faults(seed: int) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
-from earl_core.run.group_batches import GroupBatches
+from earl_core.run.group_batches import GroupBatches, misfit
 from earl_core.run.group_journal import NAME, SealedGroup
 from earl_core.trajectory.samples import rollout_rows
 from earl_core.trajectory.schema import GROUP_SCHEMA
@@ -19,9 +19,9 @@ from tests.run.test_run_directory import config_in
 SIZE = 4
 
 
-def opened(directory: Path) -> RunDirectory:
+def opened(directory: Path, **sampling: object) -> RunDirectory:
     config = config_in(directory)
-    rollout = config.rollout.model_copy(update={"prompts_per_iteration": SIZE})
+    rollout = config.rollout.model_copy(update={"prompts_per_iteration": SIZE, **sampling})
     schedule = config.schedule.model_copy(update={"mode": "stream", "staleness": 1})
     return RunDirectory.open(config.model_copy(update={"rollout": rollout, "schedule": schedule}))
 
@@ -51,7 +51,13 @@ def sealed(run: RunDirectory, group: int, versions: dict[int, str]) -> SealedGro
         schema=GROUP_SCHEMA,
         rows=rollout_rows([game(group)], GROUP_SCHEMA),
     )
-    return SealedGroup(group=group, shards=(entry,), tally={"episodes": 1}, versions=versions)
+    return SealedGroup(
+        group=group,
+        key=GroupBatches(run).key(group // SIZE),
+        shards=(entry,),
+        tally={"episodes": 1},
+        versions=versions,
+    )
 
 
 def numbers(groups: Sequence[SealedGroup]) -> list[int]:
@@ -104,3 +110,37 @@ def test_a_run_that_goes_on_plays_anew_what_it_cannot_vouch_for(tmp_path: Path) 
     assert len((again.path / NAME).read_text().splitlines()) == 8 + 1 + 4
     assert {g for g in range(12) if g in GroupBatches(again)} == usable
     again.close()
+
+
+def test_groups_of_other_settings_are_played_anew(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    publish(run, 0, "a")
+    GroupBatches(run).seal([sealed(run, 0, {0: "a"})])
+    run.close()
+    run = opened(tmp_path, temperature=0.5)
+    assert 0 not in GroupBatches(run)
+    run.close()
+
+
+def test_a_batch_is_collected_again_where_its_versions_are_too_old_or_others(
+    tmp_path: Path,
+) -> None:
+    run = opened(tmp_path)
+    publish(run, 0, "a")
+    publish(run, 1, "b")
+    batch = Manifest(run=run.uid, iteration=1, stage="collect", key="k", policy_version=1)
+
+    def collected(iteration: int, versions: dict[str, str]) -> Manifest:
+        return batch.model_copy(update={"iteration": iteration, "outputs": {"versions": versions}})
+
+    assert misfit(run, collected(1, {"0": "a", "1": "b"})) == ""
+    assert "older than schedule.staleness" in misfit(run, collected(2, {"0": "a", "1": "b"}))
+    assert "not the run's any more" in misfit(run, collected(1, {"0": "a", "1": "other"}))
+    assert "not the run's any more" in misfit(run, collected(2, {"2": "nobody's"}))
+    batches = GroupBatches(run)
+    batches.seal([sealed(run, 4, {0: "a", 1: "b"}), sealed(run, 5, {0: "a"})])
+    # The update that makes version 1 is done again.
+    publish(run, 1, "other")
+    batches.settle(1)
+    assert numbers(batches.of(1)) == [5]
+    run.close()
