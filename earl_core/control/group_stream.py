@@ -75,7 +75,7 @@ class GroupStream:
         self._deployment: StageDeployment | None = None
         self._newest: Manifest | None = None
         self._probe: dict[str, float] = {}
-        self._anew = 0
+        self._anew = self._tokens = 0
         self._draws: list[Draw] = []
         self._cursor: Cursor = {}
         self._since: float | None = None
@@ -297,6 +297,8 @@ class GroupStream:
             fault_points.point(f"group.taken{each.group}", self._batch_of(each.group))
         with self._changed:
             self._batches.seal(sealed)
+            tallies = (RolloutStats.model_validate(each.tally) for each in sealed)
+            self._tokens += sum(tally.load.generated_tokens for tally in tallies)
             engine.room = int(found["room"])
             engine.playing.difference_update(each.group for each in sealed)
             self._changed.notify_all()
@@ -356,8 +358,10 @@ class GroupStream:
     ) -> dict[str, Any]:
         groups = self._batches.of(iteration)
         tally = merge([[RolloutStats.model_validate(each.tally) for each in groups]])
-        # A group's own seconds pass side by side with those of others.
-        load = replace(tally.load, seconds=seconds)
+        # A group's own seconds pass side by side with those of others, and its tokens may be of an
+        # earlier iteration's time.
+        load = replace(tally.load, seconds=seconds, generated_tokens=self._tokens)
+        self._tokens = 0
         tally = tally.model_copy(update={"load": load})
         try:
             rollout_stats.check_failures(tally, self._config.rollout.max_failed_share)

@@ -169,12 +169,12 @@ class _Loop:
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         meter, count = self.meter, len(requests)
         meter.requests_running(count)
-        started = time.perf_counter()
+        started = self.settings.clock()
         try:
             return await self.engine.generate(requests)
         finally:
             meter.requests_running(-count)
-            meter.generation_wait += count * (time.perf_counter() - started)
+            meter.generation_wait += count * (self.settings.clock() - started)
 
     async def _reset(self, player: EpisodePlayer) -> None:
         spec = player.spec
