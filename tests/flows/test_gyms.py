@@ -227,7 +227,7 @@ def test_they_train(python: str, runs: Runs) -> None:
     sums = {"name": "reasoning_gym", "options": {"dataset": "chain_sum", "level": 0}}
     environments = [{**each, "python": python} for each in (digits, sums)]
     mixture = ("environment=null", f"environments={json.dumps(environments)}")
-    runs.train(*LEARNING, "iterations=3", *mixture, "curriculum={}")
+    runs.train(*LEARNING, "iterations=2", *mixture, "curriculum={}")
     runs.assert_learnt()
     for line in runs.metrics():
         assert line["rollout/episodes_failed"] == 0.0
