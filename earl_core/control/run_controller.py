@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig
-from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_ancestor
+from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_adapter, keep_ancestor
 from earl_core.control.device_figures import figures_for
 from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.hardware import open_cluster, with_network
@@ -346,6 +346,7 @@ def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
             take_newest_whole(Path(config.runs_directory) / config.name)
             run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
             keep_ancestor(run, ancestor)
+            keep_adapter(run)
             keep_teachers(run, teachers)
         found.precision.keep(run)
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
