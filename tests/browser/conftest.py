@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Request, Response, sync_playwright
 
 from earl_core.system.service import Service, read_services
 from flows.server import Access, access_of
@@ -26,6 +26,12 @@ FAULTS = "update.step0@2=kill;update.step0@3=hang"
 
 RUN_SECONDS = 150.0
 PAGE_SECONDS = 90.0
+_ACTS = ("/schedules", "/create_flow_run", "/set_state")
+_LET_CLICKS_THROUGH = """addEventListener("DOMContentLoaded", () => {
+  const style = document.createElement("style");
+  style.textContent = "#prefect-design-toast-app * { pointer-events: none !important }";
+  document.head.append(style);
+})"""
 _ENDS = {"Completed", "Failed", "Crashed", "Cancelled"}
 
 
@@ -44,6 +50,31 @@ class Site:
     def __init__(self, page: Page, access: Access, run: Path, faults: Path) -> None:
         self.page, self.access, self.run, self.faults = page, access, run, faults
         self.url = access.site
+        self.lost: list[str] = []
+        page.on("response", self._answered)
+        page.on("requestfailed", self._failed)
+
+    def press(self, act: Callable[[], object], seen: Callable[[], Any]) -> Any:
+        """Act until the effect is seen, and what it is. A person acts again whose request was
+        lost: the pages say so in a corner and do not ask again."""
+        for _ in range(2):
+            self.lost.clear()
+            act()
+            deadline = time.monotonic() + RUN_SECONDS
+            while not (found := seen()) and not self.lost and time.monotonic() < deadline:
+                self.page.wait_for_timeout(200)  # the page's events arrive meanwhile
+            if found:
+                return found
+        act()
+        return until(seen, RUN_SECONDS, self.told)
+
+    def _answered(self, response: Response) -> None:
+        if not response.ok:
+            self._failed(response.request)
+
+    def _failed(self, request: Request) -> None:
+        if request.method == "POST" and request.url.endswith(_ACTS):
+            self.lost.append(request.url)
 
     def log_in(self) -> None:
         self.page.goto(self.url)
@@ -62,17 +93,37 @@ class Site:
             "schedules"
         ]
 
+    def add_schedule(self, deployment: str) -> None:
+        """By the page of the deployment: every minute."""
+
+        def save() -> None:
+            self.open_deployment(deployment)
+            self.page.get_by_role("button", name="Schedule", exact=True).click()
+            dialogue = self.page.locator(".p-modal")
+            dialogue.get_by_role("button", name="Cron").click()
+            dialogue.get_by_text("Every minute").wait_for()
+            dialogue.get_by_role("button", name="Save").click()
+            # The dialogue says the same words, and leaving the page would end a request on its way.
+            dialogue.wait_for(state="detached")
+
+        self.press(save, lambda: self.schedules(deployment))
+
     def open_form(self, deployment: str) -> None:
         self.open_deployment(deployment)
         self.page.get_by_role("button", name="Run", exact=True).click()
         self.page.get_by_text("Custom run").click()
         self.page.get_by_text("The directory of a run").wait_for()
 
-    def submit(self) -> None:
-        """Submit the form, and open the page of its flow run."""
+    def submit(self, deployment: str, fill: Callable[[], object] = lambda: None) -> None:
+        """Open the form of a deployment, fill and submit it, and open the page of its flow run."""
         known = self._submitted()
-        self.page.get_by_role("button", name="Submit").click()
-        (identity,) = until(lambda: self._submitted() - known, RUN_SECONDS, self.told)
+
+        def submitted() -> None:
+            self.open_form(deployment)
+            fill()
+            self.page.get_by_role("button", name="Submit").click()
+
+        (identity,) = self.press(submitted, lambda: self._submitted() - known)
         self.open_flow_run(identity)
 
     def _submitted(self) -> set[str]:
@@ -105,11 +156,18 @@ class Site:
         self.page.locator(".p-tab", has_text=re.compile(f"^{name}$")).click()
 
     def confirm(self, button: str, word: str) -> None:
-        """Press a button of the flow run's page, and the one in the dialogue that asks again."""
-        self.page.get_by_role("button", name=button, exact=True).click()
+        """Press a button of the flow run's page, and the one in the dialogue that asks again, until
+        the flow run leaves its state."""
+        before = self.state()
         dialogue = self.page.locator(".p-modal")
-        dialogue.get_by_role("button", name=word, exact=True).click()
-        dialogue.wait_for(state="detached")
+
+        def answer() -> None:
+            if not dialogue.is_visible():
+                self.page.get_by_role("button", name=button, exact=True).click()
+            dialogue.get_by_role("button", name=word, exact=True).click()
+
+        # Leaving the page before the dialogue is gone would end a request on its way.
+        self.press(answer, lambda: not dialogue.is_visible() and self.state() not in (before, ""))
 
     def artifact(self, kind: str) -> Locator:
         """Open an artifact of the flow run at hand; the page's main part."""
@@ -171,6 +229,8 @@ def site(browser: Browser, services: dict[str, Service], here: Earl, run: Path) 
     """Prefect's pages, logged in."""
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
     page.set_default_timeout(PAGE_SECONDS * 1000)
+    # Messages in a corner lie over buttons until somebody closes them.
+    page.add_init_script(_LET_CLICKS_THROUGH)
     site = Site(page, access_of(services["prefect"]), run, here.directory / "faults")
     site.log_in()
     return site

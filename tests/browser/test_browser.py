@@ -29,25 +29,18 @@ def test_the_deployments_are_listed_and_a_schedule_is_added(site: Site) -> None:
     for name in ("train", "iteration", "evaluate", "profile"):
         site.page.get_by_role("link", name=name, exact=True).first.wait_for()
     # It is due while the next tests run.
+    site.add_schedule("evaluate")
     site.open_deployment("evaluate")
-    site.page.get_by_role("button", name="Schedule", exact=True).click()
-    dialogue = site.page.locator(".p-modal")
-    dialogue.get_by_role("button", name="Cron").click()
-    dialogue.get_by_text("Every minute").wait_for()
-    dialogue.get_by_role("button", name="Save").click()
-    # The dialogue says the same words, and leaving the page would end a request on its way.
-    dialogue.wait_for(state="detached")
-    site.page.get_by_text("Every minute").wait_for()
-    assert site.schedules("evaluate")
+    site.page.get_by_text("Every minute").first.wait_for()
 
 
 def test_an_iteration_is_submitted_by_its_form_and_its_artifacts_are_read(site: Site) -> None:
-    site.open_form("iteration")
-    chosen = site.page.get_by_role("button", name=str(site.run), exact=True)
-    chosen.focus()
-    site.page.keyboard.press("ArrowDown")
-    site.page.locator(".p-select-option", has_text=str(site.run)).first.click()
-    site.submit()
+    def choose_run() -> None:
+        site.page.get_by_role("button", name=str(site.run), exact=True).focus()
+        site.page.keyboard.press("ArrowDown")
+        site.page.locator(".p-select-option", has_text=str(site.run)).first.click()
+
+    site.submit("iteration", choose_run)
     site.wait_for("Completed")
     flow_run = site.flow_run
     plan = site.artifact("plan")
@@ -65,8 +58,7 @@ def test_an_iteration_is_submitted_by_its_form_and_its_artifacts_are_read(site: 
 
 
 def test_a_killed_iteration_says_how_it_goes_on_and_is_retried(site: Site) -> None:
-    site.open_form("iteration")
-    site.submit()
+    site.submit("iteration")
     site.wait_for("Failed")
     site.tab("Logs")
     sentence = f'Continue with: earl resume {site.run}")'
@@ -89,9 +81,7 @@ def test_a_killed_iteration_says_how_it_goes_on_and_is_retried(site: Site) -> No
 def _retried(site: Site) -> str:
     """The state that the flow run ends in once Retry is pressed."""
     time.sleep(3)
-    before = site.state()
     site.confirm("Retry", "Retry")
-    until(lambda: site.state() not in (before, ""), PAGE_SECONDS, site.told)
     ends = ("Completed", "Failed", "Crashed")
     return until(lambda: site.state() in ends and site.state(), RUN_SECONDS, site.told)
 
@@ -105,10 +95,10 @@ def test_the_schedule_has_fired(site: Site) -> None:
         lambda: ask_patiently(site.access, "flow_runs/filter", chosen),
     )
     # It would go on beside the tests that follow.
-    (schedule,) = site.schedules("evaluate")
-    assert schedule["schedule"]["cron"] == "* * * * *"
-    schedules = f"deployments/{schedule['deployment_id']}/schedules/{schedule['id']}"
-    site.access.ask(schedules, method="DELETE")
+    for schedule in site.schedules("evaluate"):
+        assert schedule["schedule"]["cron"] == "* * * * *"
+        schedules = f"deployments/{schedule['deployment_id']}/schedules/{schedule['id']}"
+        site.access.ask(schedules, method="DELETE")
     site.open_flow_run(found[0]["id"])
     site.wait_for("Completed")
     assert "auto-scheduled" in found[0]["tags"]
@@ -129,8 +119,7 @@ def _workers(run: Path) -> list[psutil.Process]:
 
 
 def test_a_cancelled_iteration_ends_and_resume_completes_the_run(site: Site, here: Earl) -> None:
-    site.open_form("iteration")
-    site.submit()
+    site.submit("iteration")
     until((site.faults / "update.step0@3").exists, RUN_SECONDS, site.told)
     assert _workers(site.run)
     site.page.reload()
@@ -150,7 +139,7 @@ def test_mlflow_shows_charts_and_a_trace(
     login = {"username": server.user, "password": server.password}
     context = browser.new_context(http_credentials=login, viewport={"width": 1400, "height": 1000})
     page = context.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(PAGE_SECONDS * 1000)
     # Helpers of MLflow's that lie over the page, each of which a person closes once.
     for name in ("Got it", "Close"):
         button = page.get_by_role("button", name=name, exact=True)
