@@ -41,8 +41,7 @@ COLUMNS = {
 TOKEN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
 PORT = 7213
 LIMITS = ClientLimits(request_bytes=32 * 1024, bytes_in_flight=128 * 1024)
-"""Limits of either way. The defaults suit faster links: on slow ones they would only make
-queues."""
+"""Limits of either way. The defaults suit faster links: on slow ones they only make queues."""
 _TOKEN = "benchmark"
 _MAX_BYTES = 2**30
 
@@ -169,10 +168,8 @@ class Worker:
     # The single controller's way
 
     def gather(self, start: float) -> list[ShardEntry]:
-        """Bring all rows here, each into the shard of the host that is to have it.
-
-        Nothing is concatenated or split: every column is received where it is sent from.
-        """
+        """Bring all rows here, each into the shard of the host that is to have it. Nothing is
+        concatenated or split: every column is received where it is sent from."""
         assert self.plan is not None
         _sleep_until(start)
         writers = [

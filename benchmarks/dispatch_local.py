@@ -21,13 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.dispatch_local_processes import (
-    BYTES_PER_TOKEN,
-    COLUMNS,
-    Consumer,
-    Producer,
-    Size,
-)
+from benchmarks.dispatch_local_processes import BYTES_PER_TOKEN, COLUMNS, Consumer, Producer, Size
 from earl_core.dispatch import Manifest, ShardEntry, ShardStore
 from tools.harness import Report, Row, interval, median, parser, publish
 from tools.process_group import Group
@@ -45,8 +39,7 @@ def main() -> None:
     """Run the benchmark."""
     options = _options()
     report = Report(
-        "dispatch_local",
-        f"{options.workers} producers to {options.workers} consumers on one host",
+        "dispatch_local", f"{options.workers} producers to {options.workers} consumers on one host"
     )
     sizes = _sizes(options)
     ours: dict[str, _Measured] = {}

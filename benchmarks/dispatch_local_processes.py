@@ -1,5 +1,4 @@
-"""The batch that has to move, and those who make it, copy it and take it in processes of their
-own."""
+"""The batch that has to move, and the processes that make it, copy it and take it."""
 
 from __future__ import annotations
 

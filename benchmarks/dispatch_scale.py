@@ -32,8 +32,7 @@ ROWS_PER_PRODUCER = 16
 GROUP_SIZE = 8
 GPUS, GPUS_PER_HOST = 1000, 8
 BYTES_PER_TOKEN_AND_GPU = 16_000
-"""Bytes of an iteration's batch on 1,000 GPUs: 15,625 MiB at 1,024 tokens (arXiv 2510.05943, Table
-1)."""
+"""An iteration's bytes on 1,000 GPUs: 15,625 MiB at 1,024 tokens (arXiv 2510.05943, Table 1)."""
 LINKS_GBIT = (25, 200, 400)
 PICKLE_BYTES_PER_SECOND = 1.5e9
 """The fastest measured mode of a peer's batch pickle; a controller loads and dumps every byte."""
@@ -187,8 +186,7 @@ def _lengths(context: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _busiest(traffic: Traffic) -> float:
-    """Return the load of the busiest host's link above the mean bytes received, as a share of the
-    mean."""
+    """Load of the busiest host's link above the mean bytes received, as a share of the mean."""
     mean = traffic.moved_bytes / len(traffic.by_host)
     return traffic.plan.busiest_bytes / mean - 1 if mean else 0.0
 
@@ -224,10 +222,8 @@ _TURNS, _REASON_BYTES = 4, 4
 
 
 def manifests(tokens: np.ndarray, hosts: Sequence[str]) -> list[Manifest]:
-    """The sealed manifests of all stages.
-
-    tokens: int64 [producers, rows], tokens of each row. hosts: the host of each producer.
-    """
+    """The sealed manifests of all stages. tokens: int64 [producers, rows], tokens of each row.
+    hosts: the host of each producer."""
     producers, rows = tokens.shape
     ids = np.arange(producers * rows).reshape(tokens.shape) << 16
     found = []

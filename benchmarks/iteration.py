@@ -89,8 +89,7 @@ class Measured:
 
 
 def trl_candidates(precision: str) -> list[Settings]:
-    """List the candidates that compute in this precision: in float32 nothing plays by a bfloat16
-    copy."""
+    """Candidates that compute in this precision: in float32 nothing plays by a bfloat16 copy."""
     if precision == "bf16":
         return list(TRL_CANDIDATES)
     alike = [{**each, "bf16_copy": False} for each in TRL_CANDIDATES]
@@ -98,10 +97,8 @@ def trl_candidates(precision: str) -> list[Settings]:
 
 
 def pick_trl_settings(config: RunConfig, scratch: Path, report: Report) -> Settings:
-    """Try every candidate for two iterations; the one whose second was the fastest.
-
-    Each gets a row, or a note where it failed.
-    """
+    """Try every candidate for two iterations; the one whose second was the fastest. Each gets a
+    row, or a note where it failed."""
     tried: list[tuple[float, int]] = []
     candidates = trl_candidates(config.update.precision)
     for number, candidate in enumerate(candidates):

@@ -119,11 +119,7 @@ def run_trl(
     scratch.mkdir(parents=True)
     python = trl_python(bool(candidate["use_vllm"]))
     results, arguments = scratch / "results.jsonl", scratch / "arguments.json"
-    settings = {
-        **trl_settings(config, iterations),
-        **candidate,
-        "results": str(results),
-    }
+    settings = {**trl_settings(config, iterations), **candidate, "results": str(results)}
     arguments.write_text(json.dumps(settings), encoding="utf-8")
     with MeasuredCommand(
         [str(python), "-m", "benchmarks.trl_iteration", str(arguments)],

@@ -37,8 +37,7 @@ from tools.memory_cap import MemoryCap, NoCap
 FIXED = Arm("fixed")
 EARL = Arm("earl", ("selector.policy=live_tokens",))
 BY_HAND = Arm(
-    "by hand",
-    ("update.max_tokens_per_microbatch=2048", "update.activation_checkpointing=full"),
+    "by hand", ("update.max_tokens_per_microbatch=2048", "update.activation_checkpointing=full")
 )
 
 _TOKENS_PER_ANSWER = 2

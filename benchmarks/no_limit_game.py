@@ -104,10 +104,8 @@ class Descent:
 
 
 def demonstration(game: Descent, number: int, care: float) -> Iterator[tuple[list[Message], str]]:
-    """The messages of each floor and the answer of somebody who takes care.
-
-    care: share of the answers that are right. The cave goes on to the bottom whatever was answered.
-    """
+    """The messages of each floor and the answer of somebody who takes care. care: share of the
+    answers that are right. The cave goes on to the bottom whatever was answered."""
     chooser = random.Random(f"descent/demonstration/{number}")
     messages, done = game.reset(number, number), False
     while not done:

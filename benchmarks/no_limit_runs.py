@@ -29,10 +29,8 @@ _CUT = ("max_tokens", "max_turns", "model_context")
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run: what it is called, and the settings in which it differs.
-
-    cut_at: floors after which episodes are cut; 0: never.
-    """
+    """One way to run: what it is called, and the settings in which it differs. cut_at: floors after
+    which episodes are cut; 0: never."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -195,8 +193,7 @@ def play_held_out(found: Finished, episodes: int) -> float | None:
     if not list((path / "checkpoints").glob("*/STABLE")):
         return None
     config = load_config(
-        path / "config.yaml",
-        ["rollout.max_tokens_per_episode=null", "rollout.max_turns=1000000"],
+        path / "config.yaml", ["rollout.max_tokens_per_episode=null", "rollout.max_turns=1000000"]
     )
     with PolicyPlayer(config, find_checkpoint(path, config)) as player:
         result = player.evaluate(episodes, None)

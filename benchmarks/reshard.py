@@ -60,19 +60,15 @@ QUICK = ModelSize(layers=4, vocabulary=8192)
 
 def even_llama(size: ModelSize) -> LlamaForCausalLM:
     """A random float32 Llama of SmolLM2-135M's shape, but with 8 heads and 4 key-value heads.
-
-    SmolLM2 has 9 and 3, also of 64 numbers, which two tensor ranks cannot share.
-    """
+    SmolLM2 has 9 and 3, also of 64 numbers, which two tensor ranks cannot share."""
     torch.manual_seed(0)
     shape = Shape("even", "llama", 576, 1536, size.layers, 8, 4, 64, size.vocabulary)
     return LlamaForCausalLM(shape.config(2048))
 
 
 def connected(shape: StageDeployment) -> UpdateMesh:
-    """The mesh, on this rank, which computes with its share of the cores.
-
-    accelerate sets the threads when it connects the ranks, so they are set after that.
-    """
+    """The mesh, on this rank, which computes with its share of the cores. accelerate sets the
+    threads when it connects the ranks, so they are set after that."""
     mesh = create_mesh(shape)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // shape.ranks))
     return mesh

@@ -15,15 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from benchmarks.selector_live_replay import (
-    STAGES,
-    Course,
-    Growth,
-    Policy,
-    World,
-    follow,
-    growth,
-)
+from benchmarks.selector_live_replay import STAGES, Course, Growth, Policy, World, follow, growth
 from benchmarks.selector_live_table import (
     Cell,
     LiveTable,
@@ -134,8 +126,7 @@ def row(cell: Cell) -> Row:
 
 
 def ahead_of_all(compared: Sequence[Compared]) -> float:
-    """The best single choice for an engine's runs together over `live_tokens`, less one; the worst
-    engine."""
+    """The best single choice for all runs of an engine over `live_tokens`, less one; the worst."""
     found = []
     for engine in dict.fromkeys(each.run.engine for each in compared):
         of_engine = [each for each in compared if each.run.engine == engine]

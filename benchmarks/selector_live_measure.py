@@ -188,18 +188,10 @@ class Engines:
         site = HostResources(tuple(sorted(os.sched_getaffinity(0))))
         place = PLACEMENTS["colocated"].place(layout, member, site)
         deployment = layout._replace(
-            replicas=1,
-            max_running_requests=max(bench.sizes.requests),
-            max_model_len=bench.limit,
+            replicas=1, max_running_requests=max(bench.sizes.requests), max_model_len=bench.limit
         )
         name = f"rollout-{self._engine}-{layout.replicas}x{layout.tensor_parallel}-{member}"
-        group = bench.start(
-            name,
-            "rollout",
-            deployment._asdict(),
-            self._engine,
-            place.cores,
-        )
+        group = bench.start(name, "rollout", deployment._asdict(), self._engine, place.cores)
         weights = {"directory": str(bench.model), "policy_version": 0}
         call(group, "rollout", "ensure", weights=weights)
         return group

@@ -12,14 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.selector_live_table import (
-    LiveTable,
-    Truth,
-    from_a,
-    from_b,
-    offered,
-    whole,
-)
+from benchmarks.selector_live_table import LiveTable, Truth, from_a, from_b, offered, whole
 from earl_core.config.rollout import RolloutConfig, VllmConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
@@ -113,10 +106,8 @@ class Course:
 
 
 class World:
-    """A run's truth by both sets, and what may be chosen in it.
-
-    fixed_fields: what was measured in one way only. budget: the microbatch that is configured.
-    """
+    """A run's truth by both sets, and what may be chosen in it. fixed_fields: what was measured in
+    one way only. budget: the microbatch that is configured."""
 
     def __init__(
         self,
@@ -253,11 +244,7 @@ class World:
         return self._last
 
     def _observation(
-        self,
-        given: SelectionInput,
-        deployment: StageDeployment,
-        context: float,
-        **more: Any,
+        self, given: SelectionInput, deployment: StageDeployment, context: float, **more: Any
     ) -> Observation:
         predictor = self._predictor(given)
         layout = predictor.candidate_of(deployment)

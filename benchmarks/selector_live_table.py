@@ -1,5 +1,4 @@
-"""Measurements of `benchmarks.selector_live`, made twice, and their interpolation to loads in
-between."""
+"""Measurements of `benchmarks.selector_live`, made twice, interpolated to loads in between."""
 
 from __future__ import annotations
 
@@ -56,11 +55,8 @@ class Switch(NamedTuple):
 
 @dataclass
 class LiveTable:
-    """Everything that was measured.
-
-    context_limit: of the engines. learner_start: seconds to start the update's worker group.
-    reshards: seconds of each change of its layout while it lived.
-    """
+    """Everything that was measured. context_limit: of the engines. learner_start: seconds to start
+    the update's worker group. reshards: seconds of each change of its layout while it lived."""
 
     model: ModelShape
     hardware: Hardware
@@ -257,10 +253,8 @@ class Truth:
         return sorted(c for c in self._surfaces if c.stage == stage)
 
     def rate(self, candidate: StageDeployment, context: float, episodes: int) -> float:
-        """Tokens/s of one engine, or of the whole update.
-
-        Raises `KeyError` for a layout that was not measured.
-        """
+        """Tokens/s of one engine, or of the whole update. Raises `KeyError` for a layout that was
+        not measured."""
         surface = self._surfaces[self._measured(candidate, context)]
         return surface(context, offered(candidate, episodes))
 

@@ -175,8 +175,7 @@ def without_roofline() -> dict[str, int]:
 
 
 def forbidden_at_the_end() -> str:
-    """Return the problem that `live_tokens` names of TP 4 at 32K x 128, with the grid as its
-    profile."""
+    """The problem that `live_tokens` names of TP 4 at 32K x 128, with the grid as its profile."""
     given = selection(32768.0, 128, measured())
     rows = considered(given).predictions["rollout"]
     return next((r.problem for r in rows if r.candidate.tensor_parallel == SMALL), "")

@@ -21,12 +21,7 @@ class Player:
     """One game: its tokens, which of them were sampled (mask), and its reward."""
 
     def __init__(
-        self,
-        environment: Environment,
-        chat: ChatTokenizer,
-        prompt: int,
-        seed: int,
-        max_turns: int,
+        self, environment: Environment, chat: ChatTokenizer, prompt: int, seed: int, max_turns: int
     ) -> None:
         self._environment = environment
         self._chat = chat
@@ -110,8 +105,7 @@ class Colocated:
         self._llm = llm
 
     def sample(self, players: list[Player], temperature: float) -> list[int]:
-        """Sample a token for each player with vLLM, whose prefix cache spares it the earlier
-        turns."""
+        """Sample a token for each player with vLLM, whose prefix cache keeps the earlier turns."""
         from vllm import SamplingParams
 
         answers = self._llm.generate(

@@ -109,10 +109,8 @@ def conversations(
 
 
 def kept_episodes(file: Path) -> list[RecordedEpisode]:
-    """The samples of a run's iteration, which it keeps as `episodes.parquet`.
-
-    advantages: each episode's reward less the mean of its group, on its trained tokens.
-    """
+    """The samples of a run's iteration, which it keeps as `episodes.parquet`. advantages: each
+    episode's reward less the mean of its group, on its trained tokens."""
     rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
     groups: dict[int, list[float]] = {}
     for row in rows:
@@ -128,9 +126,7 @@ def kept_episodes(file: Path) -> list[RecordedEpisode]:
 
 def workload(tokens: int | None, count: int, estimator: str | None = None) -> list[RecordedEpisode]:
     """`count` recorded episodes as they are, or conversations of `tokens` tokens made of them.
-
-    estimator: gives the advantages anew, from the rewards; None: those that were recorded.
-    """
+    estimator: gives the advantages anew, from the rewards; None: those that were recorded."""
     episodes = read_episodes()
     made = episodes[:count] if tokens is None else conversations(episodes, tokens, count)
     return made if estimator is None else with_advantages(made, estimator)

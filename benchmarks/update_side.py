@@ -133,8 +133,7 @@ class SamePacking(PlainLoop):
     attention = register_attention()
 
     def packs(self, episodes: Sequence[RecordedEpisode]) -> list[Pack]:
-        """Pack the episodes as `PolicyLearner` does, with shared prefixes, within the token
-        budget."""
+        """Pack episodes as `PolicyLearner` does, with shared prefixes, within the token budget."""
         samples = training_samples(episodes)
         made = []
         budget = self._settings["max_tokens_per_microbatch"]

@@ -72,7 +72,8 @@ def measured(seed: int, scratch: Path, options: argparse.Namespace) -> list[Row]
         f"model.path={scratch / f'model_{seed}'}",
         f"model.builder_options={{hidden: 128, layers: 3, warm_start_steps: 0, seed: {seed}}}",
         f"evaluation={{every: {options.every}, episodes: {EPISODES}}}",
-        "update.learning_rate=1e-3",
+        "update.learning_rate=5e-4",
+        "update.minibatches=4",
     ]
     told = {
         "data": str(games),

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["ConfigError", "EarlError", "Game", "Iteration", "Run"]
 
 _FIRST_PROMPT = 2**41
-"""First prompt of games that are played for people: far from the prompts of training and of
-evaluation."""
+"""First prompt of games played for people: far from those of training and of evaluation."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,8 @@ class Iteration:
         return read_episodes(self._path)
 
     def samples(self) -> pa.Table:
-        """The kept samples as an Arrow table, with tokens, mask and log-probs; a row for each;
-        none where none were kept.
-
-        Raises `EpisodesDamaged`.
-        """
+        """The kept samples as an Arrow table, with tokens, mask and log-probs; a row for each; none
+        where none were kept. Raises `EpisodesDamaged`."""
         try:
             return read_samples(self._path)
         except FileNotFoundError:
@@ -142,9 +138,7 @@ class Run:
     @classmethod
     def open(cls, directory: str | Path, settings: Mapping[str, Any] | None = None) -> Run:
         """The run in a directory, with the configuration stored there and changed `settings`.
-
-        Raises `ConfigError` where no run is.
-        """
+        Raises `ConfigError` where no run is."""
         given = _overrides(settings or {})
         stored = stored_config(Path(directory), given)
         # The directory may have been moved since its configuration was written.
@@ -238,11 +232,8 @@ class Run:
         temperature: float | None = None,
         environment: str = "",
     ) -> Game:
-        """Have a checkpoint play one game.
-
-        prompt: which starting state, from 0. seed: None for a random one. environment: its label,
-        where the run has several. Raises as `evaluate` does.
-        """
+        """Have a checkpoint play one game. prompt: which starting state, from 0. seed: None for a
+        random one. environment: its label, where the run has several. Raises as `evaluate` does."""
         from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 
         found = find_checkpoint(self.directory, self.config, str(checkpoint))

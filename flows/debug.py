@@ -92,8 +92,7 @@ class _PlainCalls:
 
 
 def _driven(work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of a coroutine over plain calls. The stages may run event loops of their
-    own."""
+    """The result of a coroutine over plain calls. Stages may run event loops of their own."""
     try:
         work.send(None)
     except StopIteration as done:

@@ -86,10 +86,9 @@ def deployments(runs_directory: str = "runs") -> Iterator[Deployment]:
 def deploy(access: Access, runs_directory: str, directory: Path | None = None) -> None:
     """Make the work pool and all deployments, or renew those that are there.
 
-    Parameters, schedules and limits that somebody changed at the server stay. directory: where
-    flow runs work, to which paths in a form are relative; None leaves it as it is, for a deployment
-    that is new the working directory. Raises `OSError` or `ValueError` when the server cannot be
-    asked.
+    Parameters, schedules and limits that somebody changed at the server stay. directory: where flow
+    runs work, to which paths in a form are relative; None leaves it as it is, for a new deployment
+    the working directory. Raises `OSError` or `ValueError` when the server cannot be asked.
     """
     _ensure(access, f"work_pools/{POOL}", "work_pools/", {"name": POOL, "type": "process"})
     # Not the worker's setting: a process that begins in the project would find the project's

@@ -28,10 +28,8 @@ _RUNS = "earl-runs:"
 
 @dataclass(frozen=True)
 class Note:
-    """A flow run and its owner. outcome: a state's type, once the flow has ended.
-
-    run, iteration: what the flow works on; its directory may know more than the note.
-    """
+    """A flow run and its owner. outcome: a state's type, once the flow has ended. run, iteration:
+    what the flow works on; its directory may know more than the note."""
 
     flow_run: str
     host: str
@@ -76,8 +74,7 @@ def note_from_tags(flow_run: str, tags: list[str]) -> Note | None:
 
 
 def labels_of(tags: Iterable[str]) -> dict[str, str]:
-    """Return those of a flow run's tags that are none for people, as labels, which pages do not
-    show."""
+    """Those of a flow run's tags that are not for people, as labels, which pages do not show."""
     marks = [tag for tag in tags if tag.startswith((_OWNER, _RUNS))]
     return {name: value for name, _, value in (mark.partition(":") for mark in marks)}
 

@@ -37,8 +37,7 @@ def profile_name() -> str:
 
 
 def iteration_name() -> str:
-    """Name a flow run, such as `tictactoe_tiny 12`; the flow says so itself once it knows which is
-    the next."""
+    """Name a flow run, such as `tictactoe_tiny 12`; the flow says the number once it knows it."""
     given = _given()
     number = given.get("number")
     return f"{Path(given['run']).resolve().name} {'next' if number is None else number}"

@@ -28,10 +28,8 @@ _watches: dict[str, ServerWatch] = {}
 
 
 def _flows_beside_server(runs_directory: str) -> tuple[ModuleType, ServerWatch]:
-    """`flows.running`, once a server answers; it serves all flows of this process.
-
-    Raises `ServerUnavailable`, and `ConfigError` where prefect knows another server already.
-    """
+    """`flows.running`, once a server answers; it serves all flows of this process. Raises
+    `ServerUnavailable`, and `ConfigError` where prefect knows another server already."""
     with _lock:
         started = server.start(server.configure(runs_directory), runs_directory)
         running = import_module("flows.running")
@@ -103,10 +101,8 @@ class FlowThread:
         return self._result
 
     def stop(self) -> None:
-        """End the flow and its workers, and wait for that; harmless once it has ended.
-
-        Raises `EarlError` when it takes too long.
-        """
+        """End the flow and its workers, and wait for that; harmless once it has ended. Raises
+        `EarlError` when it takes too long."""
         self._stopping.set()
         deadline = time.monotonic() + STOP_SECONDS
         while self._thread.is_alive():

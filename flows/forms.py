@@ -114,10 +114,7 @@ def renew_runs(access: Access, runs_directory: str | Path, timeout: float = 10.0
     because a schedule must not go on with another run. Raises `OSError` or `ValueError` when the
     server cannot be asked.
     """
-    chosen = {
-        "flows": {"name": {"any_": _WITH_RUN}},
-        "deployments": {"tags": {"all_": [TAG]}},
-    }
+    chosen = {"flows": {"name": {"any_": _WITH_RUN}}, "deployments": {"tags": {"all_": [TAG]}}}
     here = [str(path) for path in existing_runs(runs_directory)]
     for deployment in access.ask("deployments/filter", chosen, timeout=timeout):
         schema = deployment["parameter_openapi_schema"] or {}

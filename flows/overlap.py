@@ -56,8 +56,7 @@ class Overlap:
         self._changed = asyncio.Condition()
 
     async def before(self, iteration: int, stage: Stage) -> None:
-        """Wait until the stage of the iteration may begin. Raises `LeftAhead` once `stop` was
-        called."""
+        """Wait until the iteration's stage may begin. Raises `LeftAhead` once `stop` was called."""
         if self._stopped:
             raise LeftAhead(self._stopped)
         if stage.makes == "plan":
@@ -82,8 +81,7 @@ class Overlap:
         await self._reached(iteration, BEGUN)
 
     async def passed(self, iteration: int, point: Stage | str) -> None:
-        """A stage of the iteration is sealed, or its flow run has begun (`BEGUN`) or ended
-        (`END`)."""
+        """The iteration's stage is sealed, or its flow run has begun (`BEGUN`) or ended (`END`)."""
         if isinstance(point, Stage):
             # An iteration that imitates leaves the engines to the next one.
             point = PLAYED if point.name in ROWS else point.name

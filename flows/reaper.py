@@ -47,18 +47,13 @@ _MESSAGES = {
 
 
 def reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0) -> list[str]:
-    """Correct the states of this host's flow runs; the ids of those that were wrong.
-
-    Raises `OSError` or `ValueError` when the server cannot be asked.
-    """
+    """Correct the states of this host's flow runs; the ids of those that were wrong. Raises
+    `OSError` or `ValueError` when the server cannot be asked."""
     notes = [note for note in flow_ledger.read_all(runs_directory) if note.here]
     corrected = [note.flow_run for note in notes if _settle(access, runs_directory, note, timeout)]
     known = {note.flow_run for note in notes}
     chosen = {
-        "flow_runs": {
-            "tags": {"all_": [flow_ledger.TAG]},
-            "state": {"type": {"any_": _OPEN}},
-        },
+        "flow_runs": {"tags": {"all_": [flow_ledger.TAG]}, "state": {"type": {"any_": _OPEN}}},
         "flows": {"name": {"any_": _FLOWS}},
         "limit": 200,
     }
@@ -110,14 +105,12 @@ def _settle(access: Access, runs_directory: str | Path, note: Note, timeout: flo
 
 
 def _killed(state: str) -> str:
-    """Return the final state of a flow in this state whose process was killed; its worker kills,
-    too."""
+    """The final state of a flow in this state whose process was killed; its worker kills, too."""
     return "CANCELLED" if state in ("CANCELLING", "CANCELLED") else "CRASHED"
 
 
 def _verdict(note: Note, state: str) -> str:
-    """Return the final state of a flow whose process was killed: its run directory may say that it
-    was done."""
+    """The final state of a flow whose process was killed: its run directory may say it was done."""
     if not note.run:
         return _killed(state)
     # Every command imports this module, and this takes longer than the rest together.
@@ -132,8 +125,7 @@ def _verdict(note: Note, state: str) -> str:
 
 
 def _retried(flow_run: dict[str, Any]) -> bool:
-    """Tell whether the process that a flow run's labels name is that of an attempt before this
-    one."""
+    """Tell whether the process that a flow run's labels name is an earlier attempt's."""
     return int(flow_run["run_count"]) > (0 if flow_run["state_type"] in _WAITING else 1)
 
 
@@ -149,8 +141,7 @@ def _set(access: Access, flow_run: str, wanted: str, timeout: float) -> None:
 
 
 def try_to_reconcile(access: Access, runs_directory: str | Path, timeout: float = 10.0) -> None:
-    """Correct the states as `reconcile` does; a server that cannot be asked now is asked the next
-    time."""
+    """Correct states as `reconcile` does; a server that cannot be asked is asked the next time."""
     try:
         for flow_run in reconcile(access, runs_directory, timeout):
             logger.info("corrected the state of flow run %s", flow_run)
@@ -160,9 +151,7 @@ def try_to_reconcile(access: Access, runs_directory: str | Path, timeout: float 
 
 def settle(runs_directory: Path) -> None:
     """Look at the flow runs of a runs directory, quickly and without a word; before any command.
-
-    Where no server runs there is nobody to tell; the next command that starts one does.
-    """
+    Where no server runs there is nobody to tell; the next command that starts one does."""
     home = Path(os.environ.get("PREFECT_HOME") or runs_directory / "prefect")
     if not home.is_dir():
         return

@@ -34,10 +34,8 @@ def waits() -> bool:
 
 
 async def wait_for(run: Path, seconds: float) -> None:
-    """Return once no other process has the run, at once for flow runs that do not wait.
-
-    seconds: how long to wait at most. Raises `InUse` when they are over.
-    """
+    """Return once no other process has the run, at once for flow runs that do not wait. seconds:
+    how long to wait at most. Raises `InUse` when they are over."""
     if not waits() or not is_locked(run):
         return
     busy = in_use(run)

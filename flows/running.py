@@ -123,10 +123,8 @@ def finished_text(stage: str, iteration: int, metrics: Mapping[str, Any]) -> str
 
 
 def stop_flows(outcome: str = "CANCELLED") -> None:
-    """Have every flow of this process end, from any thread; may be called again and again.
-
-    outcome: the type of state that the flows end in.
-    """
+    """Have every flow of this process end, from any thread; may be called again and again. outcome:
+    the type of state that the flows end in."""
     if not _stopped:
         _stopped.append(outcome)
     for runs_directory, note in list(_noted.values()):
@@ -140,10 +138,8 @@ def stopping() -> bool:
 
 
 def run_flow(flow: Flow[Any, Any], runs_directory: str | Path, **parameters: Any) -> Any:
-    """Run a flow to its end, made with the tags by which it is found if it is killed early.
-
-    A stop of an earlier flow of this process does not stop this one.
-    """
+    """Run a flow to its end, made with the tags by which it is found if it is killed early. A stop
+    of an earlier flow of this process does not stop this one."""
     _stopped.clear()
     with tags(*flow_ledger.owner_tags(runs_directory)):
         return asyncio.run(flow(**parameters))
@@ -201,8 +197,7 @@ async def recorded(
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Have the log of the flow run at hand be that of threads, which is told of work that goes on
-    in silence."""
+    """Have this flow run's log be that of threads, which tell of work that goes on in silence."""
     global _pace
     outermost = not _loggers
     logger = get_run_logger()

@@ -1,5 +1,4 @@
-"""Choice of the Prefect server of a command: one that is trusted, or one of its own that ends with
-it.
+"""Choice of a command's Prefect server: one that is trusted, or its own that ends with it.
 
 A server is trusted that PREFECT_API_URL or a profile of the Prefect home names, one that shows the
 certificate of `earl up`'s, or one at the default port whose socket belongs to this user: whoever

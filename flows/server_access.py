@@ -106,10 +106,8 @@ class Access(NamedTuple):
 
 
 def opener(certificate: str | None) -> urllib.request.OpenerDirector:
-    """Opens URLs of servers on loopback. certificate: as of `Access`.
-
-    Raises `OSError` when the certificate cannot be read.
-    """
+    """Opens URLs of servers on loopback. certificate: as of `Access`. Raises `OSError` when the
+    certificate cannot be read."""
     # Proxies of the environment are for the outside; a server on loopback is not behind one.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if certificate:
@@ -118,10 +116,8 @@ def opener(certificate: str | None) -> urllib.request.OpenerDirector:
 
 
 def healthy(api_url: str, timeout: float = PROBE_SECONDS, certificate: str | None = None) -> bool:
-    """Tell whether a Prefect server answers at this API URL. It is told no password.
-
-    certificate: as of `Access`.
-    """
+    """Tell whether a Prefect server answers at this API URL. It is told no password. certificate:
+    as of `Access`."""
     try:
         asking = opener(certificate)
         with asking.open(f"{api_url.rstrip('/')}/health", timeout=timeout) as response:
@@ -197,9 +193,7 @@ class ServerLost(EarlError):
 
 class ServerWatch:
     """Notices that the Prefect server in use is gone, so that a run ends instead of waiting for it.
-
-    It asks for the server's health in a thread of its own. process: the server's, if it is ours.
-    """
+    It asks for the server's health in a thread of its own. process: the server's, if it is ours."""
 
     def __init__(self, access: Access, process: subprocess.Popen[bytes] | None) -> None:
         self._access, self._process = access, process

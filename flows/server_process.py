@@ -28,8 +28,7 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def _only_api(app: Application) -> Application:
-    """Serve nothing outside of the API, for a server without web pages: Prefect asks no password
-    there."""
+    """Serve the API alone, for a server without web pages: Prefect asks no password there."""
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"].startswith("/api/"):
@@ -42,11 +41,8 @@ def _only_api(app: Application) -> Application:
 
 
 def serve(descriptors: list[int], runs_directory: str | None = None) -> None:
-    """Serve on inherited sockets that listen already: for programs, and for browsers if there are
-    pages.
-
-    runs_directory: that of a server that `earl up` starts; None for a command's own.
-    """
+    """Serve on inherited sockets that listen: for programs, and for browsers if there are pages.
+    runs_directory: that of a server that `earl up` starts; None for a command's own."""
     ending, serving = threading.Event(), list[WebServer]()
 
     def end() -> None:

@@ -132,8 +132,7 @@ class StageGraph:
         return DeploymentPlan.model_validate(self.manifests["select"].outputs["plan"])
 
     async def run(self, stage: Stage) -> None:
-        """Run a stage and wait for it. A stage that was done before under another plan is not run
-        again."""
+        """Run a stage and wait for it. One that was done under another plan is not run again."""
         if stage.name in self.manifests:
             return
         if self._in_waves and stage.name in ("rollout", "reward"):
@@ -149,8 +148,7 @@ class StageGraph:
         await self._perform(stage.name, digests, list(read.values()))
 
     async def _run_in_waves(self, stage: Stage) -> None:
-        """Play and score as many waves of prompts as it takes, and put the stage's parts
-        together."""
+        """Play and score as many waves of prompts as it takes, and put their parts together."""
         sealed: list[Manifest] = []
         while more(self.controller.config, sealed):
             wave = len(sealed) // 2 + 1

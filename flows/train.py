@@ -86,8 +86,7 @@ async def train(
 
 
 async def _train(settings: RunConfig) -> dict[str, Any]:
-    """Train on the hosts that there are; when they change, on the others, from the last finished
-    state."""
+    """Train on the hosts that there are; once they change, on the others, from the last state."""
     changes: Counter[int] = Counter()
     changed: HostsChanged | None = None
     while True:
@@ -210,9 +209,8 @@ def _is_first(controller: RunController, number: int) -> bool:
 
 
 def _apart(controller: RunController, number: int) -> bool:
-    """Tell whether the engines take the iteration's rollout up only when all have ended the one
-    before: because its prompts follow from that one's seal, to evaluate its version first, or to
-    change."""
+    """Tell whether engines begin the iteration's rollout only when all have ended the one before:
+    because its prompts follow from that one's seal, to evaluate its version first, or to change."""
     config, run = controller.config, controller.run
     if follows_seal(config):
         return True
@@ -235,8 +233,7 @@ def _may_go_back(
     since then is lost.
 
     Once for each choice of the iteration in which that was noticed, and for each loss of ranks that
-    was counted there, because a state that is lost again under the same plan would be lost for
-    ever.
+    was counted there, because a state lost again under the same plan would be lost for ever.
     """
     attempt = "".join(select_inputs(controller, number))
     place = number, attempt, controller.losses[number]

@@ -57,11 +57,8 @@ _FAILURES = 3
 def profile_of(
     config: RunConfig, hardware: Hardware, model: ModelShape
 ) -> tuple[Path, str, ProfileTable]:
-    """Return the directory of the profile of this model, hardware and software, its fingerprint,
-    and the table.
-
-    The table is empty where nothing was measured. Raises `ProfileError` for a damaged file.
-    """
+    """The directory of this model's, hardware's and software's profile, the fingerprint, the table.
+    The table is empty where nothing was measured. Raises `ProfileError` for a damaged file."""
     directory = Path(config.selector.profile_directory)
     mark = fingerprint_of(config, hardware, model)
     return directory, mark, read_table(directory, mark)
@@ -130,10 +127,8 @@ class Profiler:
         self._failed: list[WorkerError] = []
 
     def prepare(self, longest: int | None) -> None:
-        """Make the model if it is missing, and read what was measured before.
-
-        longest: context to measure, in tokens; None: the model's range. Raises `ConfigError`.
-        """
+        """Make the model if it is missing, and read what was measured before. longest: context to
+        measure, in tokens; None: the model's range. Raises `ConfigError`."""
         config = self.config
         self._prepare_model()
         model = read_model_shape(Path(config.initial_model.path))
@@ -258,10 +253,8 @@ def describe(point: Point) -> str:
 
 @contextmanager
 def open_profiler(config: RunConfig, minutes: float, longest: int | None) -> Iterator[Profiler]:
-    """The profiler of a configuration, registered for `measure` under its fingerprint.
-
-    Raises `ConfigError` for what cannot be measured, and while another process measures the same.
-    """
+    """The profiler of a configuration, registered for `measure` under its fingerprint. Raises
+    `ConfigError` for what cannot be measured, and while another process measures the same."""
     profiler = Profiler(config, minutes)
     with ExitStack() as held:
         held.enter_context(live(f"profile {id(profiler)}", profiler))

@@ -10,12 +10,7 @@ from prefect import task
 from earl_core.control.learner import publish_weights
 from earl_core.control.resume_point import StateLost
 from earl_core.control.run_controller import RunController, controller_of
-from earl_core.control.stage_execution import (
-    StageWatch,
-    key_of,
-    surviving,
-    weights_exist,
-)
+from earl_core.control.stage_execution import StageWatch, key_of, surviving, weights_exist
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.run.policy_versions import carried

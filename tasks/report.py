@@ -87,10 +87,8 @@ def _seen(controller: RunController, iteration: int) -> list[Observation]:
 def finish_iteration(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> dict[str, float]:
-    """Write the iteration's metrics, declare its checkpoint STABLE, wake the tracker.
-
-    Returns the metrics.
-    """
+    """Write the iteration's metrics, declare its checkpoint STABLE, wake the tracker. Returns the
+    metrics."""
     metrics = collect_metrics(controller, manifests)
     run = controller.run
     # Its shards go with STABLE.
@@ -112,8 +110,7 @@ def finish_iteration(
 async def publish_artifacts(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
-    """The plan and what it was chosen among, the curve, two episodes and the way to MLflow, in
-    Prefect's UI.
+    """Prefect's pages: the plan and its candidates, the curve, two episodes, the way to MLflow.
 
     manifests: up to the update's. The observations of the stages are made first. Pages that cannot
     be made or stored stop no training.
@@ -162,17 +159,15 @@ def _pages(
 def run_pages(
     controller: RunController, iteration: int, plan: DeploymentPlan | None, lines: Sequence[Line]
 ) -> dict[str, tuple[str, str]]:
-    """Markdown and description of each page after an iteration, by the end of its key.
-
-    plan: the iteration's, where there is one. lines: metrics of the iterations that are done.
-    """
+    """Markdown and description of each page after an iteration, by the end of its key. plan: the
+    iteration's, where there is one. lines: metrics of the iterations that are done."""
     run = controller.run
     evaluations = [{"iteration": m.iteration, **m.metrics} for m in run.evaluations()]
     pages = {
         "curve": (
             curve_page(controller.config.name, lines, evaluations),
             f"The learning curve after {plural(iteration + 1, 'iteration')}",
-        ),
+        )
     }
     if plan is not None:
         pages["plan"] = (

@@ -1,5 +1,4 @@
-"""Limits on what a Prefect server may hand to this process: no results, and nothing that would be
-unpickled.
+"""Limits on what a Prefect server may hand to this process: no results, nothing to unpickle.
 
 A state may name a result: where it is stored and how it is to be read. Prefect reads it with the
 serializer that the stored bytes name, pickle among them, and from any storage that the server

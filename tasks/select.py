@@ -40,10 +40,8 @@ _REMEMBERED = 8
 
 @task(name="select")
 def select(run: str, iteration: int) -> StageRef:
-    """Pick every stage's deployment before anything of the iteration runs.
-
-    Once more for each stage of the iteration that was infeasible under what was picked before.
-    """
+    """Pick every stage's deployment before anything of the iteration runs. Once more for each stage
+    of the iteration that was infeasible under what was picked before."""
     controller = controller_of(run)
 
     def body() -> dict[str, Any]:
@@ -104,10 +102,8 @@ def select_inputs(controller: RunController, iteration: int) -> list[str]:
 
 
 def share_profile(controller: RunController) -> None:
-    """Give what the run measured of its stage deployments to the runs to come.
-
-    A run under `fixed` measures nothing that another would choose by.
-    """
+    """Give what the run measured of its stage deployments to the runs to come. A run under `fixed`
+    measures nothing that another would choose by."""
     if controller.profile is not None and controller.config.selector.policy != "fixed":
         controller.profile.share(controller.observed.through(), controller.hardware)
 

@@ -19,8 +19,7 @@ from earl_core.system import fault_points
 from tasks.result_security import SERIALIZER, result_directory
 
 StageRef = dict[str, Any]
-"""Reference that one task hands to the next: {"run", "iteration", "stage", "digest"}; never
-data."""
+"""What one task hands to the next: {"run", "iteration", "stage", "digest"}; never data."""
 
 Body = Callable[[], dict[str, Any]]
 """Runs a stage; returns {"shards", "outputs", "metrics"}, each optional."""
@@ -126,10 +125,8 @@ def _release_orphans(controller: RunController, iteration: int, stage: str, kept
 def caching(
     controller: RunController, iteration: int, stage: str, verdict: Verdict
 ) -> dict[str, Any]:
-    """Options for `task.with_options`, so that Prefect shows finished stages as cached.
-
-    The run directory decides; Prefect's own store is only told the verdict.
-    """
+    """Options for `task.with_options`, so that Prefect shows finished stages as cached. The run
+    directory decides; Prefect's own store is only told the verdict."""
     return {
         "cache_policy": CacheKeyFnPolicy(cache_key_fn=lambda context, parameters: verdict.key),
         "refresh_cache": verdict.known is None,

@@ -46,14 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _LONGEST = (
     # Slow tests.
-    *("browser/test_browser", "hosts/test_two_hosts", "flows/test_gyms", "learner/test_low_rank"),
-    *("flows/test_prefect", "learner/test_worker_faults", "cli/test_up", "flows/test_vllm_layouts"),
-    *("flows/test_api", "flows/test_openenv", "learner/test_compiled_layers"),
-    *("docs/test_tested_pages", "flows/test_layouts", "cluster/test_engine_tree"),
+    *("browser/test_browser", "hosts/test_two_hosts", "learner/test_low_rank"),
+    *("flows/test_prefect", "learner/test_worker_faults", "flows/test_vllm_layouts"),
+    *("flows/test_gyms", "flows/test_verifiers", "cli/test_listeners", "cli/test_up"),
+    *("flows/test_api", "learner/test_compiled_layers", "flows/test_layouts", "flows/test_openenv"),
+    *("flows/test_mixture", "docs/test_tested_pages", "cluster/test_engine_tree"),
     # Fast ones, and files with both.
-    *("cli/test_training", "flows/test_power_loss", "flows/test_alike_groups"),
-    *("flows/test_rank_faults", "flows/test_selector_runs", "flows/test_warm_start"),
-    *("flows/test_overlap", "flows/test_resume", "environments/test_tools"),
+    *("cli/test_training", "flows/test_overlap", "flows/test_alike_groups"),
+    *("flows/test_power_loss", "flows/test_rank_faults", "flows/test_selector_runs"),
+    *("flows/test_warm_start", "flows/test_resume", "flows/test_adapters"),
+    *("flows/test_imitation", "environments/test_tools", "engines/test_memory_watch"),
     *("engines/test_vllm_engine", "engines/test_contract", "learner/test_memory_formula"),
     *("tracking/test_server", "rollout/test_request_fields", "learner/test_mesh_equality"),
     *("durability/test_crashes", "flows/test_episodes", "flows/test_replicas"),

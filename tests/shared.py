@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,16 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(place)
             done.touch()
     return place
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on. The kernel gives it to no socket that asks for
+    any port, as it does with those from 32768 on: so it stays free until a server takes it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

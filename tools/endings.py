@@ -36,10 +36,8 @@ _kept: list[int] = []
 
 
 def end_with_us() -> None:
-    """Have all that this process starts from now on end with it; harmless when called again.
-
-    A benchmark that another one started is the other's. Call it from the main thread.
-    """
+    """Have all that this process starts from now on end with it; harmless when called again. A
+    benchmark that another one started is the other's. Call it from the main thread."""
     if _MARK in os.environ:
         return
     os.environ[_MARK] = mark = uuid.uuid4().hex

@@ -60,11 +60,8 @@ class Report:
 def parser(
     description: str, *, smoke: bool = False, overrides: bool = False
 ) -> argparse.ArgumentParser:
-    """The options that every benchmark has. Processes that the benchmark starts from now on end
-    with it.
-
-    description: its first line is shown. smoke, overrides: whether it has `--smoke` and `--set`.
-    """
+    """The options that every benchmark has. Processes that it starts from now on end with it.
+    description: its first line is shown. smoke, overrides: whether it has `--smoke` and `--set`."""
     if of_benchmark():
         end_with_us()
     made = argparse.ArgumentParser(
@@ -99,10 +96,7 @@ def build_model(config: RunConfig) -> None:
 
 def precision_of(config: RunConfig) -> list[str]:
     """Overrides that give another process the same precision."""
-    return [
-        f"rollout.dtype={config.rollout.dtype}",
-        f"update.precision={config.update.precision}",
-    ]
+    return [f"rollout.dtype={config.rollout.dtype}", f"update.precision={config.update.precision}"]
 
 
 def machine() -> dict[str, Any]:
@@ -201,10 +195,8 @@ def interval(values: Sequence[float]) -> str:
 
 @contextmanager
 def stdout_for_results() -> Iterator[int]:
-    """The true standard output as a file descriptor, while all printing goes to standard error.
-
-    For child processes that answer over their standard output and load chatty libraries.
-    """
+    """The true standard output as a file descriptor, while all printing goes to standard error. For
+    child processes that answer over their standard output and load chatty libraries."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

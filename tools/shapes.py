@@ -125,11 +125,8 @@ SHAPES = {name: Shape.of(name, model) for name, model in MODELS.items()} | {
 def save_random_model(
     shape: Shape, directory: Path, *, positions: int, scale: float = 1.0, seed: int = 0
 ) -> Path:
-    """Random bfloat16 weights and a tokenizer, as `from_pretrained` reads them.
-
-    scale: of the matrices, against transformers' initialisation, whose attention is nearly
-    uniform.
-    """
+    """Random bfloat16 weights and a tokenizer, as `from_pretrained` reads them. scale: of the
+    matrices, against transformers' initialisation, whose attention is nearly uniform."""
     torch.manual_seed(seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:

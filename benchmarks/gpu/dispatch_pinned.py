@@ -45,8 +45,7 @@ class Way:
 
 
 def ways(shard: Shard, device: torch.device, once: float | None) -> list[Way]:
-    """List the ways of ordinary memory, or, of a shard that was page-locked in `once` seconds, that
-    way."""
+    """The ways of ordinary memory, or that of a shard page-locked in `once` seconds."""
     side, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     source = shard.tensor
     there = torch.empty(source.numel(), dtype=torch.uint8, device=device)
@@ -73,11 +72,7 @@ def ways(shard: Shard, device: torch.device, once: float | None) -> list[Way]:
 
     if once is not None:
         return [Way("registered", registered, side, once)]
-    return [
-        Way("pageable", pageable, main),
-        Way("staged", staged, side),
-        Way("link", link, side),
-    ]
+    return [Way("pageable", pageable, main), Way("staged", staged, side), Way("link", link, side)]
 
 
 def timed(work: Callable[[], None], repetitions: int) -> float:

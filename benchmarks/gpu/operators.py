@@ -100,9 +100,7 @@ class Ledger:
 
 class Recorder(TorchDispatchMode):
     """Books every operator that runs inside the context; enter it inside a `FakeTensorMode`.
-
-    number: the answer to whoever asks a fake tensor for its number, such as a gradient's norm.
-    """
+    number: the answer to whoever asks a fake tensor for its number, such as a gradient's norm."""
 
     def __init__(self, ledger: Ledger, number: float) -> None:
         super().__init__()
@@ -178,8 +176,7 @@ class Recorder(TorchDispatchMode):
 
 
 def moved_bytes(function: Any, args: Sequence[Any], kwargs: Any, found: Any) -> float:
-    """Count the bytes that an operator reads of its inputs and writes of its outputs, each number
-    once."""
+    """Bytes that an operator reads of its inputs and writes of its outputs, each number once."""
     name = function._schema.name.split("::")[1]
     given = _by_argument(function, args, kwargs)
     inputs = [each for argument, each in given if not argument.is_out]
@@ -198,8 +195,7 @@ def moved_bytes(function: Any, args: Sequence[Any], kwargs: Any, found: Any) -> 
 
 
 def distinct_bytes(tensor: torch.Tensor) -> int:
-    """Count the bytes of the numbers that a tensor shows; those that an expansion repeats count
-    once."""
+    """Bytes of the numbers that a tensor shows; those that an expansion repeats count once."""
     numbers = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numbers *= size if stride or size == 0 else 1

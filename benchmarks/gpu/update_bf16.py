@@ -278,9 +278,7 @@ def train(directory: Path, shape: StageDeployment | None, *, smoke: bool) -> dic
     learner = PolicyLearner(
         ModelConfig(path=str(directory)),
         UpdateConfig(
-            precision="bf16",
-            learning_rate=1e-4,
-            max_tokens_per_microbatch=1024 if smoke else 8192,
+            precision="bf16", learning_rate=1e-4, max_tokens_per_microbatch=1024 if smoke else 8192
         ),
         AlgorithmConfig(),
         mesh=mesh,

@@ -203,7 +203,7 @@ def main() -> None:
     rounds = 3 if given.quick or given.smoke else given.rounds
     notes = [
         "Medians. publish: cast from float32 on the GPU, copy, digest, seal. load: look at the "
-        "names and the seal, copy. Parked are the bfloat16 tensors.",
+        "names and the seal, copy. Parked are the bfloat16 tensors."
     ]
     size = bytes_that_fit(given.gib * 2**30, device, notes)
     measured = Measurement(device)

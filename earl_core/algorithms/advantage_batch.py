@@ -119,8 +119,7 @@ class Episodes:
 def batch_moments(estimator: AdvantageEstimator, episodes: Episodes) -> Moments | None:
     """The moments of these episodes alone; None if the estimator needs none of the batch.
 
-    Failed episodes must have been filtered out before, and each must be counted by exactly one
-    rank, whole.
+    Failed episodes must have been left out before, and each is counted whole by exactly one rank.
     """
     if not estimator.needs_batch:
         return None

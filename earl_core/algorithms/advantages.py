@@ -138,8 +138,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     of the rewards, each counted once per trained token of its episode: the same equation.
 
     The std is the population std (ddof 0) with its variance bounded below by ``epsilon ** 2``, as
-    in the authors' OpenRLHF, where the bound on the variance is 1e-8. Equal returns give exactly
-    0.
+    in the authors' OpenRLHF, where that bound is 1e-8. Equal returns give exactly 0.
 
     Attributes:
         epsilon: Lower bound of the standard deviation by which is divided, in reward units.
@@ -181,8 +180,7 @@ class GroupRelative(AdvantageEstimator):
     """GRPO (arXiv 2402.03300): A = (R - mean) / (std + epsilon) within the group.
 
     The std is the sample std (ddof 1), as in TRL and verl. ``epsilon`` is verl's 1e-6 by default;
-    TRL uses 1e-4. A group with equal returns gives exactly 0, and so does an episode alone in its
-    group.
+    TRL uses 1e-4. Equal returns give exactly 0, and so does an episode alone in its group.
 
     Attributes:
         epsilon: Added to the standard deviation, in reward units.
@@ -249,8 +247,7 @@ class GroupInGroup(GroupRelative):
     A_E is GRPO's advantage of the episode. A_S compares the turn's discounted return to go with
     those of all turns of the group that answered the same observation (its *anchor*): the same new
     messages, whatever the chat template makes of them. A turn whose observation nobody else had
-    gets A_S = 0. With KL in the reward turns pay their penalties, so that both parts are of one
-    return.
+    gets A_S = 0. With KL in the reward turns pay their penalties, so both parts are of one return.
 
     Attributes:
         weight: Weight of A_S.

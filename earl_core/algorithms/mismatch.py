@@ -16,8 +16,7 @@ from earl_core.system.errors import EarlError
 
 
 class _Explained(NamedTuple):
-    """Differences that rounding explains, in nats, with a warning above them; and the usual bound
-    of the mean."""
+    """Differences in nats that rounding explains, above which is a warning; a bound of the mean."""
 
     mean: float
     p95: float

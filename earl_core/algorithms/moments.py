@@ -1,7 +1,6 @@
 """Count, mean and M2 of sets of numbers, merged exactly instead of gathering the numbers.
 
-These are the only statistics that ranks exchange: three numbers of the batch, never anyone's
-rewards.
+These are the only statistics that ranks exchange: three numbers of the batch, never rewards.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class Moments:
 
     @classmethod
     def from_values(cls, values: ArrayLike, frequencies: ArrayLike | None = None) -> Moments:
-        """Moments of ``values`` [N], each counted ``frequencies`` [N] (non-negative integers)
-        times."""
+        """Moments of ``values`` [N], each counted ``frequencies`` [N] (integers >= 0) times."""
         numbers = finite_float64(values, "values")
         if frequencies is None:
             times = np.ones(numbers.size, dtype=np.int64)
@@ -121,8 +119,7 @@ class MomentArrays:
         return MomentArrays(self.counts[index], self.means[index], self.m2s[index])
 
     def without(self, values: Float64Array) -> MomentArrays:
-        """The moments of each set without one of its values, [N]; a value that was alone has itself
-        for a mean."""
+        """The moments of each set without one of its values, [N]; a lone value is its own mean."""
         left = np.maximum(self.counts - 1, 1)
         off = values - self.means
         m2s = np.maximum(self.m2s - off**2 * self.counts / left, 0.0)
@@ -130,8 +127,7 @@ class MomentArrays:
 
 
 def group_moments(values: Float64Array, group_ids: Int64Array) -> MomentArrays:
-    """Return the moments of each of E values' group. A group is whole on one rank, so these are
-    never merged."""
+    """Return the moments of each of E values' group, which is whole on one rank: never merged."""
     _, first, inverse = np.unique(group_ids, return_index=True, return_inverse=True)
     size = first.size
     counts = np.bincount(inverse, minlength=size).astype(np.int64)

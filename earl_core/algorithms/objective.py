@@ -1,5 +1,4 @@
-"""The whole training loss of a microbatch: policy loss, KL to the reference, entropy bonus,
-aggregation."""
+"""A microbatch's loss: policy loss, KL to the reference, entropy bonus, aggregation."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class MicrobatchLoss:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss to minimise: sum_t w_t (policy_t + kl_coefficient * kl_t - entropy coefficient *
-    H_t).
+    """The loss: sum_t w_t (policy_t + kl_coefficient * kl_t - entropy coefficient * H_t).
 
     Attributes:
         policy_loss: Per-token policy loss.

@@ -57,12 +57,10 @@ class Registry(Generic[T]):
         return tuple(sorted(self._classes))
 
     def build(self, spec: str | Mapping[str, Any]) -> T:
-        """Build a member from ``{"name": name, **parameters}``, or from the bare name for its
-        defaults.
+        """Build a member from ``{"name": name, **parameters}``, or the bare name for its defaults.
 
         ``name`` is a registered name or an import path ``package.module:Class``. A class named by
-        path is imported by whoever reads the configuration, so its module should import torch
-        inside functions.
+        path is imported where the configuration is read: import torch inside its functions.
 
         Raises:
             ConfigError: Unknown name, failing import, unknown or invalid parameter.

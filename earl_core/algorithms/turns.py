@@ -13,8 +13,7 @@ from earl_core.algorithms.moments import Float64Array, Int64Array, finite_float6
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """N turns, episode after episode and within an episode in the order of time, whatever samples
-    they stand in.
+    """N turns, episode after episode, each in the order of time, whatever samples they stand in.
 
     rewards: [N]. episodes: index of each one's episode, not falling, [N]. token_counts: trained
     tokens, [N]. anchors: integers [N], equal where the same was observed in the same group.

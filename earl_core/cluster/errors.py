@@ -95,10 +95,8 @@ def _sendable(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 class WorkerError(EarlError):
-    """Base of all errors of a worker group's start or call.
-
-    `args` holds plain values only, so that an error can be stored with a task's result and rebuilt.
-    """
+    """Base of all errors of a worker group's start or call. `args` holds plain values only, so that
+    an error can be stored with a task's result and rebuilt."""
 
     expected = False
 
@@ -225,8 +223,7 @@ class LogFile:
     offset: int = 0
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """Return the last lines written since this start, without colours, progress bars and
-        secrets."""
+        """The last lines written since this start, without colours, progress bars and secrets."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)

@@ -73,8 +73,7 @@ class SupervisorHandle:
             send_signal(self._process, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the process; true if it ends within this time. One that is still to be reaped
-        has ended."""
+        """Wait for the process; true if it ends within this time. An unreaped one has ended."""
         deadline = time.monotonic() + seconds
         while (running := self._running()) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -146,8 +145,7 @@ class ForkServer:
         return SupervisorHandle(self, int(answer["pid"]))
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of a supervisor that ended; None while it lives, or when this server
-        is gone."""
+        """The exit code of a supervisor that ended; None while it lives, or this server is gone."""
         with suppress(ConnectionError):
             code = self._ask({"wait": pid})["code"]
             return None if code is None else int(code)
@@ -210,8 +208,7 @@ _guard = threading.Lock()
 
 
 def fork_server() -> ForkServer:
-    """Return this process's server, started when there is none. Returns before its imports are
-    done."""
+    """This process's server, started when there is none. Returns before its imports are done."""
     global _server
     with _guard:
         if _server is None or not _server.alive:
@@ -304,8 +301,7 @@ def _reap(codes: dict[int, int]) -> None:
 def _become_supervisor(
     request: dict[str, Any], descriptors: list[int], controller: Process | None
 ) -> None:
-    """Do, in the forked process, what `exec` would have done, then run the supervisor until its
-    end."""
+    """Do in the forked process what `exec` would have done, then run the supervisor to the end."""
     from earl_core.cluster import supervisor
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -291,8 +291,7 @@ class MemoryUse:
 
     `rss_bytes` is the rank's own resident memory, mapped shards included. `tree_bytes` adds up the
     private memory (neither file nor shared memory) of the rank and all its children, and
-    `tree_peak_bytes` is the most seen of that since the current or last call began, sampled four
-    times a second.
+    `tree_peak_bytes` is the most of that since the current or last call began, sampled at 4 Hz.
     """
 
     rss_bytes: int = 0
@@ -328,10 +327,8 @@ class RankHandle:
         process.channel.settimeout(send_timeout_seconds)
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame to the rank; False if it took nothing for the send timeout.
-
-        A rank that is gone is no error here: its supervisor reports how it went.
-        """
+        """Send a frame to the rank; False if it took nothing for the send timeout. A rank that is
+        gone is no error here: its supervisor reports how it went."""
         try:
             self.process.channel.sendall(frame)
         except TimeoutError:

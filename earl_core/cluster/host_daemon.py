@@ -39,9 +39,7 @@ STREAMS = ("control", "channel")
 
 class HostDaemon:
     """address: of this host, where its ranks listen. cpus: cores of it that the run may use.
-
-    Several threads may call it; `received` and `send` are called by one each.
-    """
+    Several threads may call it; `received` and `send` are called by one each."""
 
     def __init__(self, address: str, cpus: int) -> None:
         found = read_resources()
@@ -192,8 +190,7 @@ class RemoteRank:
             self._ask("kill", self._number, seconds=UNANSWERED_SECONDS)
 
     def end(self, pid: int | None) -> None:
-        """Have the daemon end the rank, as `RankProcess` wants. The ranks of a lost host end with
-        their daemon."""
+        """Have the daemon end the rank. The ranks of a lost host end with their daemon."""
         with suppress(ConnectionError):
             self._ask("end", self._number, pid)
 

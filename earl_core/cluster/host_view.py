@@ -51,8 +51,7 @@ class HostView:
         write_atomic(Path(path), text.encode())
 
     def reads(self, path: str, text: str) -> bool:
-        """Tell whether this host sees a file of another host, and its content, within some
-        seconds."""
+        """Tell whether this host sees another host's file, and its content, within some seconds."""
         limit = time.monotonic() + _SEEN_SECONDS
         while True:
             try:

@@ -167,11 +167,7 @@ class InProcessGroup:
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
     ) -> list[Any]:
         """Call the target's `reshard`, as `Group` does; a target that raises is stopped."""
-        where: Json = {
-            "stage": stage,
-            "iteration": iteration,
-            "deadline_seconds": deadline_seconds,
-        }
+        where: Json = {"stage": stage, "iteration": iteration, "deadline_seconds": deadline_seconds}
         try:
             results = self.call("reshard", deployment=deployment, **where)
         except WorkerCallFailed:

@@ -1,5 +1,4 @@
-"""The process of each rank: it builds the target and answers calls until the controller is done
-with it.
+"""The process of each rank: it builds the target and answers calls until the controller is done.
 
 The main thread runs one call at a time, and one asyncio loop that lives as long as the rank: it
 turns while the rank waits and while an `async def` method runs, so an engine's background tasks go

@@ -166,8 +166,7 @@ class RayHost:
         self.give_back()
 
     def give_back(self) -> None:
-        """Let nobody use the host any more; its threads end, and with its daemon the last of
-        them."""
+        """Let nobody use the host any more; its threads end, the last with its daemon."""
         self.lost = self.lost or f"host {self.name} was given back"
         self._ended.set()
         self._streams.end_all()

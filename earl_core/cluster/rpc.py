@@ -31,8 +31,7 @@ Json = dict[str, Any]
 Progress = Callable[[Json], None]
 
 STRAGGLER_SECONDS = 5.0
-"""Seconds in which the other ranks may still answer after one has failed; they may wait for it for
-ever."""
+"""Seconds in which other ranks may still answer after one has failed, which they may wait for."""
 
 CANCEL_SECONDS = 10.0
 """Seconds that a cancelled call may take to return before it costs the group."""
@@ -47,10 +46,8 @@ class Aborted(BaseException):
 
 @dataclass
 class Exchange:
-    """One request to all ranks; the group sees to it that there is only one at a time.
-
-    frames: one encoded message for each rank, in their order. abort: gives the request up.
-    """
+    """One request to all ranks; the group sees to it that there is only one at a time. frames: one
+    encoded message for each rank, in their order. abort: gives the request up."""
 
     monitor: Monitor
     where: errors.Where
@@ -61,10 +58,8 @@ class Exchange:
     on_progress: Progress | None = None
 
     def run(self) -> list[Any]:
-        """Return the results in rank order, or raise a `WorkerError`.
-
-        Raises `Aborted` as soon as `abort` is set, with the call still under way.
-        """
+        """Return the results in rank order, or raise a `WorkerError`. Raises `Aborted` as soon as
+        `abort` is set, with the call still under way."""
         deadline = time.monotonic() + self.deadline_seconds
         monitor, condition = self.monitor, self.monitor.condition
         with condition:
@@ -183,11 +178,8 @@ Ranks without weight have no part in `mean`, `std`, `min` and those of `max` tha
 def merge_results(
     results: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]
 ) -> dict[str, Any]:
-    """All shards in rank order, and the metrics merged by their rules.
-
-    The metrics of a single rank are returned as they are. Raises `ValueError` for a metric
-    without a rule.
-    """
+    """All shards in rank order, and the metrics merged by their rules. A single rank's are returned
+    as they are. Raises `ValueError` for a metric without a rule."""
     shards = [shard for result in results for shard in result.get("shards", ())]
     if len(results) == 1:
         return {"shards": shards, "metrics": dict(results[0]["metrics"])}
@@ -252,8 +244,7 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Loss:
-    """The reason why a group can take no more calls; `rank` is None when it is no single rank's
-    doing."""
+    """The reason why a group can take no more calls; `rank` is None when no single rank did it."""
 
     kind: LossKind
     reason: str
@@ -265,9 +256,8 @@ class Loss:
 class Monitor(threading.Thread):
     """Reads what ranks and supervisors send; all it writes is guarded by `condition`.
 
-    `loss` is the first reason why the group is unusable, `told` whether a call has raised it.
-    `call_id` and `progress` belong to the call under way. `finished` is set when no process of the
-    group is left.
+    `loss` is the first reason why it is unusable, `told` whether a call has raised it. `call_id`
+    and `progress` belong to the call under way. `finished`: set when no process of it is left.
     """
 
     def __init__(

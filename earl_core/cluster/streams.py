@@ -25,10 +25,8 @@ _Stream = tuple[int, str]
 
 
 class Streams:
-    """One thread collects and one delivers; any may add and remove ranks.
-
-    patience: seconds to wait for a rank to be added whose bytes have come already.
-    """
+    """One thread collects and one delivers; any may add and remove ranks. patience: seconds to wait
+    for a rank to be added whose bytes have come already."""
 
     def __init__(self, patience: float = 0.0) -> None:
         self._patience = patience

@@ -74,8 +74,7 @@ class Supervisor:
         os.write(self._lifeline, b"\n")
 
     def _become_rank(self, channel_fd: int, lifeline_fd: int, mark: str, name: str) -> None:
-        """Do, in the forked process, what `exec` would have done, then run the rank until its
-        end."""
+        """Do, in the forked process, what `exec` would have done, then run the rank to its end."""
         from earl_core.cluster import rank_process
 
         signal.set_wakeup_fd(-1)

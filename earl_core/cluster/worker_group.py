@@ -35,8 +35,7 @@ class WorkerGroup:
     `MASTER_PORT` are set as torch.distributed wants them. The calling thread runs `on_progress`,
     which gets the reported dictionary and `"rank"`.
 
-    All processes of the group end when this process ends, in whatever way. Threads may share a
-    group.
+    All processes of the group end when this one ends, in whatever way. Threads may share a group.
     """
 
     def __init__(

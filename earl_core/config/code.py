@@ -12,8 +12,7 @@ from earl_core.system.import_path import is_foreign
 
 
 def named_code(config: RunConfig) -> dict[str, str]:
-    """Map keys to the code of others that they name: import paths, programs, a model's Python
-    files.
+    """Map keys to the others' code that they name: import paths, programs, a model's Python files.
 
     Texts in options count where they could be an import path, whoever reads them.
     """

@@ -1,5 +1,4 @@
-"""Settings of the played episodes: an environment, an agent of the user's own, or a mixture of
-several."""
+"""Settings of the played episodes: an environment, an agent of the user's, or a mixture."""
 
 from __future__ import annotations
 
@@ -200,8 +199,7 @@ class CurriculumConfig(Settings):
     """Prompts go where the policy can learn most: to the environments whose groups differ most.
 
     An environment's weight is multiplied by the mean spread of its groups: the standard deviation
-    of a group's returns over the range of returns seen. An environment that is always won, or
-    never, has none.
+    of a group's returns over the range of returns seen. One that is always won, or never, has none.
     """
 
     memory: float = Field(

@@ -41,8 +41,7 @@ class ImitationConfig(Settings):
         "with the highest reward is imitated; 1: all are. null: the best of the whole group.",
     )
     min_reward: float | None = Field(
-        default=None,
-        description="Least reward of an episode that is imitated; null: any.",
+        default=None, description="Least reward of an episode that is imitated; null: any."
     )
     episodes_per_iteration: int | None = Field(
         default=None,

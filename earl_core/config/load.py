@@ -97,8 +97,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
 
 
 def check_references(config: RunConfig) -> None:
-    """Check that every reference leads to something here, and hide from now on the value it leads
-    to.
+    """Check that each reference leads to something, and hide from now on the value it leads to.
 
     Raises `ConfigError`. Nothing is returned: the process that uses a value resolves it.
     """

@@ -113,8 +113,7 @@ class RewardConfig(Settings):
                 )
 
     def unrewarded(self, weights: Mapping[str, float]) -> list[str]:
-        """Return the environments whose episodes get no reward. weights: of their own rewards, by
-        label."""
+        """Environments whose episodes get no reward. weights: of their own rewards, by label."""
         return [
             label
             for label, weight in weights.items()

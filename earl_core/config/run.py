@@ -14,11 +14,7 @@ from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
 from earl_core.config.combinations import check_algorithm, check_groups
-from earl_core.config.environment import (
-    CurriculumConfig,
-    EnvironmentConfig,
-    MixedEnvironment,
-)
+from earl_core.config.environment import CurriculumConfig, EnvironmentConfig, MixedEnvironment
 from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets

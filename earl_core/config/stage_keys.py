@@ -2,8 +2,7 @@
 
 The key that a stage's sealed manifest must carry covers the run, the iteration, the stage, the data
 of its inputs and the settings that the table of stages names. It never covers how the stage was
-laid out on the hardware: a plan may change between a failure and the resume, and what was finished
-stays finished.
+laid out on the hardware: a plan may change before the resume, and finished work stays.
 """
 
 from __future__ import annotations

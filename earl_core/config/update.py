@@ -11,8 +11,7 @@ from earl_core.system.settings import Settings
 
 _USUAL = 4096
 _ON_GPU = 16384
-"""A 1.5B model's update does a sixth more work in a second than with 4,096, by the roofline of its
-operators."""
+"""A 1.5B model's update does a sixth more work in a second than with 4,096, by its roofline."""
 
 
 class UpdateConfig(Settings):

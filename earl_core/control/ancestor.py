@@ -200,7 +200,7 @@ def _check_agreement(model: ModelConfig, found: Ancestor, text: str) -> None:
                 )
     elif theirs is not None and theirs.ancestor is None and model.maker is not None:
         for name in ("builder", "builder_options") if model.builder else ("path",):
-            if getattr(model, name) != getattr(theirs, name):
+            if name in model.model_fields_set and getattr(model, name) != getattr(theirs, name):
                 raise ConfigError(
                     f"model.{name} makes another model than the one that {text} began with",
                     remedy=f"leave it out, or give the value of that run "

@@ -1,2 +1,1 @@
-"""Vocabulary of stages and their layout, shared by configuration, selector, controller and
-ranks."""
+"""Words for stages and their layout, shared by configuration, selector, controller and ranks."""

@@ -1,5 +1,4 @@
-"""Placements of a stage's ranks: the cores and devices of each, and the groups that make room for
-others.
+"""Placements of a stage's ranks: the cores and devices of each, and the groups that make room.
 
 Pure functions behind one registry. The configuration names a placement, the selector asks it how
 many threads a rank has, the controller asks it where to put a group and which groups must give
@@ -145,8 +144,7 @@ def spread(
 
 
 def _own(given: Assignment, hosts: Sequence[HostResources], host: int) -> Assignment:
-    """Give the assignment the cores of its own part where hosts are parts of one machine and it has
-    none."""
+    """Give an assignment without cores those of its part, if hosts are parts of one machine."""
     return given if given.cores or len(hosts) == 1 else replace(given, cores=hosts[host].cores)
 
 

@@ -57,10 +57,8 @@ class ModelShape(Settings):
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
-        """Make the shape of the mapping in a Hugging Face `config.json`.
-
-        Raises `ValueError` when a number is missing or no model has it.
-        """
+        """Make the shape of the mapping in a Hugging Face `config.json`. Raises `ValueError` when a
+        number is missing or no model has it."""
         if not isinstance(raw, Mapping):
             raise ValueError("the model's config.json has no keys")
         nested = raw.get("text_config")

@@ -76,8 +76,7 @@ class StageDeployment(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Ranks of all groups together, each with a device of its own (on a CPU, with `threads`
-        cores)."""
+        """Ranks of all groups, each with a device of its own (on a CPU, with `threads` cores)."""
         return math.prod(self.axes)
 
     @property

@@ -272,8 +272,7 @@ EVALUATION = Stage(
         *_SCORED,
     ),
 )
-"""The stage that plays episodes between iterations; its seal lies beside those of the iterations'
-stages."""
+"""The stage that plays episodes between iterations; its seal lies beside those of their stages."""
 
 STAGE_SETTINGS: Mapping[str, tuple[str, ...]] = {
     stage.name: stage.settings for stage in (*STAGES.values(), EVALUATION)
@@ -306,9 +305,7 @@ _WAVE = "_wave"
 
 def in_wave(stage: str, wave: int) -> str:
     """Return the name under which a wave's part of a stage is sealed; wave 0: the whole stage's.
-
-    Waves count from 1. They are there where `rollout.alike_groups` is not `keep`.
-    """
+    Waves count from 1. They are there where `rollout.alike_groups` is not `keep`."""
     return f"{stage}{_WAVE}{wave}" if wave else stage
 
 

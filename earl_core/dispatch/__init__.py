@@ -3,12 +3,7 @@ who reads what, and transports that bring it there."""
 
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.dispatch.segments.pool import PoolFull
-from earl_core.dispatch.shards.manifest import (
-    Manifest,
-    ManifestError,
-    ShardEntry,
-    read_manifest,
-)
+from earl_core.dispatch.shards.manifest import Manifest, ManifestError, ShardEntry, read_manifest
 from earl_core.dispatch.shards.shard import ShardWriter
 from earl_core.dispatch.shards.store import ShardStore
 

@@ -42,10 +42,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def parse_options(model: type[OptionsT], options: Mapping[str, Any], environment: str) -> OptionsT:
-    """Returns `options` as `model`.
-
-    Raises ConfigError with one line for each wrong option.
-    """
+    """Returns `options` as `model`. Raises ConfigError with one line for each wrong option."""
     try:
         parsed: OptionsT = _checked(model, options, "")
         return parsed

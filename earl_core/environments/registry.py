@@ -78,8 +78,7 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
 
 
 def _refuse_other(factory: Any, name: str) -> None:
-    """Raise `ConfigError` before something is called that makes no environment, as far as it
-    says."""
+    """Raise `ConfigError` before something is called that makes no environment by what it says."""
     refuse_library(factory, name, "the environment")
     made = _made_by(factory)
     kinds = inspect.getmro(made) if made else ()
@@ -163,16 +162,10 @@ def characters_of(environment: Environment, name: str) -> str:
 
 
 async def toolbox(
-    tools: Sequence[str],
-    mcp: Sequence[Mapping[str, Any]],
-    timeout_seconds: float,
-    environment: Any,
+    tools: Sequence[str], mcp: Sequence[Mapping[str, Any]], timeout_seconds: float, environment: Any
 ) -> Toolbox:
-    """Collect the tools that the model may call beside the methods of the environment, which are
-    checked, too.
-
-    Servers stay connected as long as the event loop lives. Raises ConfigError.
-    """
+    """Collect the tools of the model beside the methods of the environment, which are checked, too.
+    Servers stay connected as long as the event loop lives. Raises ConfigError."""
     found = Toolbox([*map(load_tool, tools), *await open_servers(mcp)], timeout_seconds)
     found.with_methods(environment)
     return found

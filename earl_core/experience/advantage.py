@@ -162,9 +162,8 @@ class _Part:
     @classmethod
     def all_of(cls, batch: Batch, charge: Charge, estimator: AdvantageEstimator) -> list[_Part]:
         """Divide the batch into parts whose episodes are compared with each other. Rewards of
-        different environments have scales of their own, so that a baseline over a mixture would
-        tell which environment it was and not how good an episode was; groups are of one environment
-        anyway."""
+        environments have scales of their own, so that a baseline over a mixture would tell which
+        environment it was and not how good an episode was; groups are of one anyway."""
         if not estimator.needs_batch:
             return [cls.of(batch, charge, estimator, np.arange(len(batch)))]
         labels = np.array(batch.strings("environment"))
@@ -247,8 +246,7 @@ def _penalties(
     rows: np.ndarray,
     trained: list[np.ndarray],
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the penalty that each trained token pays, and which tokens pay the estimator's
-    bound."""
+    """The penalty that each trained token pays, and which tokens pay the estimator's bound."""
     if kl.placement != "reward":
         return None, None
     estimator = KL_ESTIMATORS.build(kl.estimator)

@@ -26,9 +26,8 @@ ENOUGH_SHARE = 0.1
 
 
 class JudgedGroups(BaseModel):
-    """Ids of groups, ascending: those with rewards that differ, and those whose rewards, two or
-    more, are all the same. A group with fewer rewards, because its other episodes failed, is in
-    neither."""
+    """Groups, ascending: those with rewards that differ, and those whose rewards, two or more, are
+    all the same. A group with fewer rewards, because its other episodes failed, is in neither."""
 
     different: list[int] = []
     alike: list[int] = []

@@ -92,9 +92,7 @@ class ExperienceWorker(RunWorker):
         self, manifests: list[dict[str, Any]], statistics: dict[str, Any]
     ) -> dict[str, Any]:
         """Advantages from the rollout's, the reward's and, if given, the reference's manifest.
-
-        statistics: those of all ranks, merged.
-        """
+        statistics: those of all ranks, merged."""
         started = time.perf_counter()
         with self._open(manifests) as batch:
             if not len(batch):

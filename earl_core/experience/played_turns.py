@@ -64,8 +64,7 @@ class PlayedTurns:
 
     @property
     def token_order(self) -> Int64Array:
-        """Order of all their sampled tokens by episode and time; within a turn as they were
-        sampled."""
+        """Order of all their sampled tokens by episode and time; within a turn as sampled."""
         counts = self.tokens[self.order]
         first = (np.cumsum(self.tokens) - self.tokens)[self.order]
         inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

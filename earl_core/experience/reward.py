@@ -1,5 +1,4 @@
-"""The reward stage: one reward per episode, from the rewards of its turns and what reward functions
-gave.
+"""The reward stage: one reward per episode, of its turns' rewards and what reward functions gave.
 
 An episode that a function could not score has no reward, and so no row: the advantage stage, which
 reads the rows that both the rollout and the reward have, does not see it.
@@ -146,11 +145,8 @@ def merge_rewards(
     config: RunConfig,
     before: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Merge the results of the ranks.
-
-    before: results for the iteration's earlier waves. Raises `EarlError` when, with these, too many
-    episodes have no reward.
-    """
+    """Merge the results of the ranks. before: results for the iteration's earlier waves. Raises
+    `EarlError` when, with these, too many episodes have no reward."""
     merged = merge_results(results, REWARD_RULES)
     if config.curriculum:
         merged["outputs"] = {"returns": _merged_returns(results)}

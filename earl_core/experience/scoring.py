@@ -1,5 +1,4 @@
-"""Scores of reward functions for the episodes of a rank: many at a time, each asked for again when
-it fails.
+"""Scores of reward functions for a rank's episodes: many at a time, each asked again when it fails.
 
 A function gets an episode as a dict of plain data:
 
@@ -133,10 +132,7 @@ class Scorer:
         self._numbers = itertools.count()
 
     async def score(
-        self,
-        episodes: Sequence[Mapping[str, Any]],
-        of_episodes: int,
-        titles: Collection[str] = (),
+        self, episodes: Sequence[Mapping[str, Any]], of_episodes: int, titles: Collection[str] = ()
     ) -> Scores:
         """Ask every function for its scores of these episodes.
 
@@ -164,10 +160,8 @@ class Scorer:
     async def rate(
         self, episodes: Sequence[Episode], of_episodes: int, titles: Collection[str] = ()
     ) -> None:
-        """Have the rewards of these episodes' turns be what the reward stage would make of them.
-
-        An episode that cannot be scored has failed. titles: as of `score`, which raises.
-        """
+        """Have the rewards of these episodes' turns be what the reward stage would make of them. An
+        episode that cannot be scored has failed. titles: as of `score`, which raises."""
         played = [episode for episode in episodes if not episode.failed]
         scores = await self.score(list(map(_as_scored, played)), of_episodes, titles)
         settings = self._config.reward

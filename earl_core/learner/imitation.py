@@ -64,10 +64,8 @@ def aim_of(
     algorithm: Algorithm,
     imitation: ImitationConfig | None,
 ) -> Aim:
-    """What the update of an iteration, of so many, is to do.
-
-    algorithm: of the iterations that play, whose schedule counts them alone.
-    """
+    """What the update of an iteration, of so many, is to do. algorithm: of the iterations that
+    play, whose schedule counts them alone."""
     first = 0 if imitation is None else imitation.iterations
     if imitation is not None and iteration < first:
         steps = imitation.minibatches or update.minibatches

@@ -53,8 +53,7 @@ def load_policy(
     a fresh adapter. Collective.
 
     Raises ConfigError when the model is missing, or its files contradict its configuration, when
-    its architecture cannot be trained packed, or not on this mesh, and for an adapter that it
-    cannot have.
+    its architecture cannot be trained packed or on this mesh, or have the adapter.
     """
     path = model_directory(config)
     check_adapter(config)

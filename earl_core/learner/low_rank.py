@@ -67,9 +67,7 @@ def entry_of(adapter: AdapterConfig, model: PreTrainedModel, base_digest: str) -
 
 def attach_pairs(model: PreTrainedModel, entry: AdapterEntry, base: torch.dtype) -> None:
     """Freeze a model on the meta device, in the dtype `base`, and give it float32 pairs in place.
-
-    Raises `ConfigError` for a matrix that is no plain linear layer.
-    """
+    Raises `ConfigError` for a matrix that is no plain linear layer."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(base)

@@ -1,5 +1,4 @@
-"""Measure the seconds and the memory of an update, or of scoring alone, for samples of one
-length."""
+"""Measure seconds and memory of an update, or of scoring alone, for samples of one length."""
 
 from __future__ import annotations
 
@@ -23,12 +22,7 @@ from earl_core.trajectory.schema import SAMPLE_BITS
 
 
 def measure_training(
-    learner: PolicyLearner,
-    config: RunConfig,
-    context: int,
-    samples: int,
-    *,
-    scoring: bool = False,
+    learner: PolicyLearner, config: RunConfig, context: int, samples: int, *, scoring: bool = False
 ) -> dict[str, float]:
     """Time a few microbatches and an optimizer step, and work out the whole stage from them.
 
@@ -110,8 +104,7 @@ class _Clock:
         self._first = True
 
     def goes_on(self) -> bool:
-        """Tell whether another pass begins: for as long as any rank has time left, and at least
-        one."""
+        """Tell whether another pass begins: while any rank has time left, and at least one."""
         begun = bool(self._alone)
         (more,) = self._ranks.most([int(not begun or time.perf_counter() < self._until)])
         self._last, self._first = _now(), True

@@ -28,8 +28,7 @@ _ADVICE = (
 def microbatch(stage: str, iteration: int, number: int, count: int, tokens: int) -> Iterator[None]:
     """Enclose the work on one microbatch, numbered from 1: raises `OutOfMemory` in place of the
     errors that the allocators of Python, of torch on the CPU and of CUDA raise. Its payload holds
-    microbatch, microbatches and tokens too. The fault point `<stage>.microbatch<number>` lies in
-    it."""
+    microbatch, microbatches and tokens too. Has the fault point `<stage>.microbatch<number>`."""
     doing = f"microbatch {number} of {count} of '{stage}', {tokens:,} tokens,"
     numbers = {"microbatch": number, "microbatches": count, "tokens": tokens}
     with memory.guarded(stage, doing, _ADVICE, **numbers):

@@ -89,9 +89,7 @@ class Feed:
         self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[int]]
     ) -> Iterator[FedMicrobatch]:
         """Each microbatch of the plan (row indices into `samples`), the next one being prepared.
-
-        Raises what packing raises, where the microbatch's turn comes.
-        """
+        Raises what packing raises, where the microbatch's turn comes."""
         if not plan:
             return
         with ThreadPoolExecutor(1, thread_name_prefix="feed") as thread:
@@ -181,10 +179,8 @@ class Algorithm:
 
     @property
     def whole_episodes(self) -> bool:
-        """True when all samples of an episode must be in one microbatch.
-
-        An aggregation never needs that: its weights depend on counts of the whole minibatch.
-        """
+        """True when all samples of an episode must be in one microbatch. An aggregation never needs
+        that: its weights depend on counts of the whole minibatch."""
         corrects = self._correction is None or self._correction.token_wise
         return not (self._objective.policy_loss.token_wise and corrects)
 
@@ -264,10 +260,8 @@ class UpdateMetrics:
         self._counts: Counter[str] = Counter()
 
     def microbatch(self, fed: FedMicrobatch, evaluated: Evaluated, *, compared: bool) -> None:
-        """Add a microbatch.
-
-        compared: whether the trainer's log-probs are to be compared with the engine's.
-        """
+        """Add a microbatch. compared: whether the trainer's log-probs are to be compared with the
+        engine's."""
         result = evaluated.result
         for name, value in {"loss": result.loss.detach(), **result.metrics}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
@@ -288,9 +282,8 @@ class UpdateMetrics:
         )
 
     def compare(self, ranks: Ranks) -> dict[str, float]:
-        """Engine against trainer, over the trained tokens of all ranks since the last call that
-        the policy as it was before this update has sampled; nothing without such tokens.
-        Collective.
+        """Engine against trainer, over the trained tokens of all ranks since the last call that the
+        policy before this update has sampled; nothing without such tokens. Collective.
         """
         parts = [
             np.concatenate([trainer.cpu().numpy()[:, None], engine], axis=1)

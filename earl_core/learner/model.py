@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,16 +16,12 @@ from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.compiled_layers import layers_compiled
 from earl_core.learner.data.packing import PackedMicrobatch
 from earl_core.learner.layer_probe import layer_probe
-from earl_core.learner.likeliest import likeliest
 from earl_core.learner.lm_head import EntropyMode, decoder_of, head_of
 from earl_core.learner.low_rank import pairs_of
 from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
-from earl_core.learner.token_logprobs import HeadScore
-from earl_core.pretrained.huggingface import (
-    GradientCheckpointingLayer,
-    PreTrainedModel,
-)
+from earl_core.learner.token_logprobs import HeadScore, multiply
+from earl_core.pretrained.huggingface import GradientCheckpointingLayer, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -75,11 +71,8 @@ def checkpoint_activations(model: PreTrainedModel, rung: Checkpointing) -> None:
 
 
 def prepare_for_packing(model: PreTrainedModel) -> None:
-    """Choose `earl_varlen`, switch dropout and caches off, and prove that packing is exact.
-
-    Raises ConfigError for an architecture that mixes packed samples or changes logits after its
-    head.
-    """
+    """Choose `earl_varlen`, switch dropout and caches off, and prove that packing is exact. Raises
+    ConfigError for a model that mixes packed samples or changes logits after its head."""
     settle(model)
     small = layer_probe(model)
     check_packing(small, decoder_of(small), head_of(small))
@@ -143,15 +136,10 @@ class Scoring(nn.Module):
         self.compiled = False
 
     def forward(
-        self,
-        states: torch.Tensor,
-        packed: PackedTensors,
-        temperature: float,
-        entropy: EntropyMode,
+        self, states: torch.Tensor, packed: PackedTensors, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Score the trained tokens as `logprobs_of_trained` does; without targets the likeliest
-        ones, which are then returned in place of entropies, int64 [T']. states: [T, hidden], of
-        all positions."""
+        ones, returned in place of entropies, int64 [T']. states: [T, hidden], of all positions."""
         score = HeadScore(
             temperature,
             entropy,
@@ -236,3 +224,43 @@ def _checkpoint_policy(
 def _is_kept(operator: Any) -> bool:
     # By name, because a kernel may be registered when it is first used.
     return str(operator).removesuffix(".default") in _KEPT
+
+
+@torch.no_grad()
+def likeliest(
+    head: nn.Module,
+    states: torch.Tensor,
+    predictors: torch.Tensor,
+    vocabulary: VocabularyShard | None = None,
+    *,
+    float32: bool = False,
+) -> torch.Tensor:
+    """The likeliest token, the first of equal ones, after these rows of the states; int64 [T'].
+
+    head, states, predictors, float32: see `HeadScore`. vocabulary: this rank's part where the head
+    is split over ranks; the result is that of the whole head. All T' rows of logits exist at a
+    time, so it is meant for few. Collective where the vocabulary is split.
+    """
+    weight = cast(torch.Tensor, head.weight)
+    bias = cast("torch.Tensor | None", getattr(head, "bias", None))
+    if vocabulary is not None:
+        weight = vocabulary.local(weight)
+        bias = None if bias is None else vocabulary.local(bias)
+    weight = weight.float() if float32 else weight
+    logits = states.new_empty(len(predictors), len(weight), dtype=torch.float32)
+    multiply(states[predictors].to(weight.dtype), weight.t(), logits)
+    if bias is not None:
+        logits += bias
+    if vocabulary is None:
+        return logits.argmax(-1)
+    # A rank without rows of the head has none to offer.
+    top = logits.new_full((len(predictors),), -torch.inf)
+    negated = predictors.new_full((len(predictors),), torch.iinfo(torch.int64).min)
+    if vocabulary.rows:
+        top, place = logits.max(-1)
+        negated = -(place + vocabulary.start)
+    largest = top.clone()
+    vocabulary.largest(largest)
+    negated = negated.masked_fill(top < largest, torch.iinfo(torch.int64).min)
+    vocabulary.largest(negated)
+    return -negated

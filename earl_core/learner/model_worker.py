@@ -79,8 +79,7 @@ class ModelWorker(RunWorker):
         link_bytes: float = 0.0,
         without: np.ndarray | None = None,
     ) -> Batch:
-        """Open this rank's rows of the last manifest; see `RankReader.open`. An error is
-        everyone's."""
+        """This rank's rows of the last manifest; see `RankReader.open`. An error is everyone's."""
 
         def read() -> Batch:
             sealed = self._manifests(manifests)

@@ -2,8 +2,7 @@
 
 Tensor parallelism first, which cuts matrices, then `fully_shard` over the shard and context ranks
 of the embedding, of each decoder layer, of the last norm, of the output layer, and of the rest:
-each gathers a unit's parameters when it computes it, and the gradients are summed where the parts
-live.
+each gathers a unit's parameters to compute it; gradients are summed where the parts live.
 
 Mixed precision is FSDP2's: what is gathered is bf16, the parts and the sums of gradients are
 float32 (bf16 the parts that an adapter leaves frozen), and nothing is cast but the parameters. A
@@ -64,9 +63,7 @@ class ParallelModel:
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Call it before each microbatch: copies of the model exchange sums in the last only.
-
-        Shards exchange theirs in each, because sums of whole gradients would have to be kept.
-        """
+        Shards exchange theirs in each, because sums of whole gradients would have to be kept."""
         if isinstance(self.module, FSDPModule) and self.mesh.deployment.replicas > 1:
             self.module.set_requires_all_reduce(last)
 
@@ -118,10 +115,9 @@ def parallelize(
 ) -> ParallelModel:
     """Lay a model out in place on the mesh's device.
 
-    The model may be on the meta device and stays there; else every rank has the same whole
-    float32 weights, of which it keeps its parts. mixed: bf16 copies compute. chunk_tokens,
-    float32_head: as in `Scoring`. adapter: pairs to attach and train, to a model on the meta
-    device.
+    The model may be on the meta device and stays there; else every rank has the same whole float32
+    weights, of which it keeps its parts. mixed: bf16 copies compute. chunk_tokens, float32_head: as
+    in `Scoring`. adapter: pairs to attach and train, on the meta device.
 
     Raises ConfigError, with the degrees that work, when it cannot be split so often.
     """
@@ -131,10 +127,7 @@ def parallelize(
     if mesh.deployment.tensor_parallel > 1:
         vocabulary = split_over_ranks(model, mesh.submesh("tensor_parallel"))
     scoring = Scoring(
-        head_of(model),
-        chunk_tokens=chunk_tokens,
-        vocabulary=vocabulary,
-        float32_head=float32_head,
+        head_of(model), chunk_tokens=chunk_tokens, vocabulary=vocabulary, float32_head=float32_head
     )
     module = PolicyModule(model, scoring)
     if mixed or mesh.group("parameters") is not None:

@@ -63,8 +63,7 @@ class PolicyLearner:
     samples. logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
     offload_optimizer: keep the optimizer's state of a GPU in the host's memory.
 
-    Raises ConfigError for a model that cannot be trained, or not on this mesh, and for an unknown
-    algorithm.
+    Raises ConfigError for a model that cannot be trained (on this mesh) or an unknown algorithm.
     """
 
     def __init__(
@@ -279,10 +278,8 @@ class PolicyLearner:
         try_training_state(parent, tokenizer=self.tokenizer, **self._stored)
 
     def restore(self, directory: Path) -> dict[str, Any]:
-        """Continue from a training state, bit for bit; returns the `state` given to `save`.
-
-        Any mesh reads what any other wrote.
-        """
+        """Continue from a training state, bit for bit; returns the `state` given to `save`. Any
+        mesh reads what any other wrote."""
         return read_training_state(directory, optimizer=self.optimizer, **self._stored)
 
     @property
@@ -307,8 +304,7 @@ class PolicyLearner:
         return [[rows[index] for index in part] for part in plan]
 
     def _levelled(self, plans: Sequence[Sequence[object]]) -> list[int]:
-        """Count the microbatches that this rank goes through for each plan, so that no other
-        waits."""
+        """Count the microbatches of this rank for each plan, so that no other waits."""
         counts = [len(plan) for plan in plans]
         if not self._others_wait:
             return counts

@@ -16,9 +16,7 @@ import torch
 @dataclass(frozen=True)
 class Rows:
     """The tokens of a pack that a call takes: `count` that follow `start`, or those at `places`.
-
-    places: int64 [count]; None where the tokens lie in order.
-    """
+    places: int64 [count]; None where the tokens lie in order."""
 
     start: int
     count: int
@@ -32,10 +30,8 @@ class Rows:
 
 
 def sum_rows(rows: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Add up rows [n, ...] at their places, int64 [n], among `count`: float32 [count, ...].
-
-    Sorted by place on a GPU and one after another on a CPU, so that equal rows give equal sums.
-    """
+    """Add up rows [n, ...] at their places, int64 [n], among `count`: float32 [count, ...]. Sorted
+    by place on a GPU and one after another on a CPU, so that equal rows give equal sums."""
     # torch's own sum for embeddings; in 16 bits it would round in between.
     flat = rows.float().flatten(1)
     summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(flat, places, count, -1, False)

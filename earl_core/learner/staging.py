@@ -83,10 +83,8 @@ class SentBuffer:
         self._copied = copied
 
     def receive(self, others: Iterable[torch.Tensor] = ()) -> None:
-        """Have this thread's current stream wait for the copy; call it before `tensor`.
-
-        others: tensors made inside `Staging.copying`.
-        """
+        """Have this thread's current stream wait for the copy; call it before `tensor`. others:
+        tensors made inside `Staging.copying`."""
         if self._copied is None:
             return
         stream = torch.cuda.current_stream(self._there.device)

@@ -59,11 +59,7 @@ class HeadScore:
     compiled: bool = False
 
     def __call__(
-        self,
-        head: nn.Module,
-        states: torch.Tensor,
-        predictors: torch.Tensor,
-        targets: torch.Tensor,
+        self, head: nn.Module, states: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs, and entropies or None, of targets [T'] under softmax(logits / temperature);
         float32 [T'].
@@ -246,10 +242,7 @@ class _Sums:
         for some in _steps(logits, score):
             here = slice(rows.start + some.start, rows.start + some.stop)
             self.top[here], self.chosen[here], self.total[here], self.weighted[here] = take_up(
-                logits[some],
-                place[some, None],
-                score.temperature,
-                entropy=score.entropy != "none",
+                logits[some], place[some, None], score.temperature, entropy=score.entropy != "none"
             )
 
     def exchange(self, inside: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:
@@ -271,9 +264,8 @@ class _Sums:
 
 
 class _Slope(NamedTuple):
-    """The loss's gradient of the logits, but for the chosen tokens' part, as a function of lowered
-    logits y: exp(y) * (constant + linear * y), float32 [T'] each; linear: None where entropies send
-    none.
+    """The gradient of the logits, but for the chosen tokens' part, as a function of lowered logits
+    y: exp(y) * (constant + linear * y), float32 [T'] each; linear: None where entropies send none.
 
     dH/dlogit = -p (log p + H), where log p = y - log of the sum of exponentials.
     """
@@ -361,8 +353,7 @@ def _compiled(function: Callable[..., _T]) -> Callable[..., _T]:
 def _places(
     targets: torch.Tensor, vocabulary: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each target's place among this rank's rows (0 for one of another rank), and whether it
-    is there."""
+    """Each target's place among this rank's rows, 0 for another rank's, and whether it is there."""
     if vocabulary is not None:
         return vocabulary.places(targets)
     return targets, torch.ones_like(targets, dtype=torch.bool)

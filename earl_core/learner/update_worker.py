@@ -64,9 +64,7 @@ class _Rows:
 
 
 class LearnerWorker(ModelWorker):
-    """Call `restore` first; then `update`, `publish`, `save`, `reshard` and `restore` in any
-    order.
-    """
+    """Call `restore` first, then `update`, `publish`, `save`, `reshard` and itself in any order."""
 
     stage = "update"
 
@@ -104,8 +102,7 @@ class LearnerWorker(ModelWorker):
         record: dict[str, Any],
         link_bytes: float = 0.0,
     ) -> dict[str, Any]:
-        """Apply the iteration's update to the version assigned to it, once; write `checkpoint` if
-        given.
+        """Apply the iteration's update to its assigned version, once; write `checkpoint` if given.
 
         manifests: references to the rollout's, the reference's if there is one, and last the
         advantage's; or to that of demonstrations alone. link_bytes: see `Layout`.
@@ -138,10 +135,8 @@ class LearnerWorker(ModelWorker):
         dtype: str,
         prefixes: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
-        """Write the weights into shared memory; returns the dumped `WeightsManifest`.
-
-        prefixes: dumped `Prefixes`, after which the manifest's probe says the likeliest tokens.
-        """
+        """Write the weights into shared memory; returns the dumped `WeightsManifest`. prefixes:
+        dumped `Prefixes`, after which the manifest's probe says the likeliest tokens."""
         if self._dirty or policy_version != self._version:
             raise EarlError(
                 f"policy version {policy_version} was asked for, but the learner holds version "
@@ -171,8 +166,7 @@ class LearnerWorker(ModelWorker):
     def reshard(self, deployment: dict[str, Any]) -> dict[str, Any]:
         """Change the mesh of the live state, bit for bit, and the other settings of the deployment.
 
-        Raises `EarlError` for a dirty state, `ConfigError` for a mesh that the model does not
-        fit.
+        Raises `EarlError` for a dirty state, `ConfigError` for a mesh that does not fit the model.
         """
         self._require_clean("be resharded")
         wanted = StageDeployment(**deployment)
@@ -184,10 +178,8 @@ class LearnerWorker(ModelWorker):
 
     @guarded("update")
     def measure(self, context: int, samples: int, scoring: bool = False) -> dict[str, float]:
-        """Measure a stage of so many samples, as `measure_update.measure_training` does.
-
-        Raises `EarlError` for a learner that is not the initial model as it was loaded.
-        """
+        """Measure a stage of so many samples, as `measure_update.measure_training` does. Raises
+        `EarlError` for a learner that is not the initial model as it was loaded."""
         self._require_clean("be measured")
         if self._version or self._restored is not None:
             raise EarlError(
@@ -252,11 +244,7 @@ class LearnerWorker(ModelWorker):
         return steps
 
     def _rows(
-        self,
-        manifests: list[dict[str, Any]],
-        iteration: int,
-        link_bytes: float,
-        leases: ExitStack,
+        self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float, leases: ExitStack
     ) -> _Rows:
         """Open the rows of the update, and score them where it needs that. They are views that must
         go before the leases."""
@@ -318,10 +306,8 @@ class LearnerWorker(ModelWorker):
     def _score(
         self, batch: Batch, iteration: int, leases: ExitStack
     ) -> tuple[list[ShardEntry], list[np.ndarray]]:
-        """The trainer's log-probs of the rank's rows before its first step.
-
-        A replica's leader writes them into a shard and gives views of it; the others keep theirs.
-        """
+        """The trainer's log-probs of the rank's rows before its first step. A replica's leader
+        writes them into a shard and gives views of it; the others keep theirs."""
         if not (self._mesh.leader and len(batch)):
             return [], self._learner.score(training_samples(batch))
         score = partial(self._learner.score, training_samples(batch), None)

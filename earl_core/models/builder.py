@@ -59,9 +59,7 @@ class ModelBuilder(RunWorker):
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """One run at a time makes a model; those that waited find it. Ends with the caller's deadline.
-
-    The lock goes with its process, so that a killed run keeps nobody waiting.
-    """
+    The lock goes with its process, so that a killed run keeps nobody waiting."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -21,8 +21,7 @@ def build(directory: Path, progress: Progress = quiet) -> None:
     """Download the model `org/name`, which is also the relative path of the link that is made.
 
     progress: told of the megabytes. Does nothing when there is a model already. Raises `EarlError`
-    with what to do when the hub cannot be reached, has no such model, or does not give it to this
-    user.
+    with what to do when the hub cannot be reached, has no such model, or refuses it to this user.
     """
     if (directory / "config.json").is_file():
         return

@@ -97,9 +97,7 @@ def _convert(source: Path, target: Path, dtype: str, progress: Progress) -> None
 
 def _plain_copy(read: PreTrainedModel) -> PreTrainedModel:
     """The same weights in a model that does not remember the quantised file it came from.
-
-    `save_pretrained` refuses the object that was read from GGUF.
-    """
+    `save_pretrained` refuses the object that was read from GGUF."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     fields = read.config.to_dict()

@@ -107,10 +107,8 @@ class LegalPlay(NamedTuple):
 
 
 def legal_play(environments: Sequence[EnvironmentConfig], games: int, seed: int) -> LegalPlay:
-    """Play in host processes; equal arguments give equal games.
-
-    games: how many in all, which the environments share evenly. Raises ConfigError.
-    """
+    """Play in host processes; equal arguments give equal games. games: how many in all, which the
+    environments share evenly. Raises ConfigError."""
     try:
         return asyncio.run(_play(environments, games, seed))
     except EnvironmentFailed as error:

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 
 def model_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration in a model directory, its positions pinned.
-
-    Raises ConfigError for a directory with code of its own that nobody trusts.
-    """
+    """The configuration in a model directory, its positions pinned. Raises ConfigError for a
+    directory with code of its own that nobody trusts."""
     from transformers import AutoConfig
 
     try:
@@ -41,10 +39,8 @@ def model_config(directory: Path, trust_remote_code: bool = False) -> Pretrained
 
 
 def context_length(config: PretrainedConfig, wanted: int) -> int:
-    """Most tokens of a sequence: as many as are wanted; 0: the model's own position range.
-
-    Raises ConfigError when the range is shorter, or when nobody names one.
-    """
+    """Most tokens of a sequence: as many as are wanted; 0: the model's own position range. Raises
+    ConfigError when the range is shorter, or when nobody names one."""
     positions = int(getattr(config, "max_position_embeddings", 0) or 0)
     if positions and wanted > positions:
         raise ConfigError(

@@ -37,9 +37,7 @@ def model_directory(config: ModelConfig) -> Path:
 
 def read_model_shape(directory: Path) -> ModelShape:
     """The numbers of `config.json`, under the names that Llama-, Qwen- and GPT-2-like models use.
-
-    Raises `ConfigError` when the directory is not a model or its configuration lacks a number.
-    """
+    Raises `ConfigError` when the directory is not a model or its configuration lacks a number."""
     path = directory / "config.json"
     try:
         return ModelShape.from_config(json.loads(read_text(path, str(path))))
@@ -132,10 +130,8 @@ def needed_files(names: Sequence[str]) -> list[str]:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with `config.chat_template` in place of its own when given.
-
-    Raises `ConfigError` for a directory without a tokenizer, and for a template that is not there.
-    """
+    """The model's tokenizer, with `config.chat_template` in place of its own when given. Raises
+    `ConfigError` for a directory without a tokenizer, and for a template that is not there."""
     from transformers import AutoTokenizer
 
     directory, template = model_directory(config), config.chat_template

@@ -48,9 +48,7 @@ def stable_checkpoints(run_directory: Path) -> list[int]:
 
 def best_evaluated(run_directory: Path, returns: Mapping[int, float | None]) -> int | None:
     """The whole checkpoint of highest return, the last of equals; None where none was evaluated.
-
-    returns: of evaluations by policy version.
-    """
+    returns: of evaluations by policy version."""
     versions = PolicyVersions(run_directory)
     held = {versions.update(each).made: each for each in stable_checkpoints(run_directory)}
     scored = [
@@ -98,10 +96,8 @@ def unmeasured_gates(evaluations: Iterable[Manifest], gates: Sequence[str]) -> l
 
 
 def best_checkpoint(run_directory: Path, gates: Sequence[str]) -> int:
-    """The whole checkpoint that was evaluated best. gates: as of `gated_returns`.
-
-    Raises `ConfigError` where none was evaluated, or none passes the gates.
-    """
+    """The whole checkpoint that was evaluated best. gates: as of `gated_returns`. Raises
+    `ConfigError` where none was evaluated, or none passes the gates."""
     evaluations = evaluated(run_directory)
     found = best_evaluated(run_directory, gated_returns(evaluations, gates))
     if found is not None:
@@ -125,10 +121,8 @@ def best_checkpoint(run_directory: Path, gates: Sequence[str]) -> int:
 
 @contextmanager
 def holding_checkpoint(marker: Path) -> Iterator[None]:
-    """Keep a checkpoint from being pruned, by any process, while it is read.
-
-    marker: its STABLE file. Raises `ConfigError` when it is gone already.
-    """
+    """Keep a checkpoint from being pruned, by any process, while it is read. marker: its STABLE
+    file. Raises `ConfigError` when it is gone already."""
     gone = ConfigError(
         f"the checkpoint {marker.parent} was removed just now, for the run goes on: name a later "
         "one, or keep more of them with checkpoint.keep_last"
@@ -152,10 +146,8 @@ def holding_checkpoint(marker: Path) -> Iterator[None]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint unless somebody holds it.
-
-    It is renamed first, so that a kill in the middle leaves what `remove_leftovers` knows.
-    """
+    """Remove a checkpoint unless somebody holds it. It is renamed first, so that a kill in the
+    middle leaves what `remove_leftovers` knows."""
     descriptor = os.open(path / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,10 +231,8 @@ def verify_files(directory: Path, files: Iterable[tuple[str, Mapping[str, Any]]]
 
 
 def verify_training_state(directory: Path) -> dict[str, Any]:
-    """Check sizes and checksums of all files; returns the caller's `state`.
-
-    Raises `CheckpointError` for a missing, damaged, foreign or additional file.
-    """
+    """Check sizes and checksums of all files; returns the caller's `state`. Raises
+    `CheckpointError` for a missing, damaged, foreign or additional file."""
     content = read_state(directory)
     verify_files(directory, content["files"].items())
     return cast(dict[str, Any], content["state"])

@@ -69,15 +69,12 @@ logger = logging.getLogger(__name__)
 
 _IDENTITY = ("seed", "model")
 """Settings that make a run another one, beside what is played. The rest may change when it is
-resumed: how many episodes may fail, how many hosts there are and how long they may take, among
-others."""
+resumed: how many episodes may fail, how many hosts there are, how long they may take, and so on."""
 
 
 class RunDirectory:
-    """An opened run: locked by this process until `close()`.
-
-    observations: what the selector learns from. versions: its policy versions.
-    """
+    """An opened run: locked by this process until `close()`. observations: what the selector learns
+    from. versions: its policy versions."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
@@ -153,9 +150,8 @@ class RunDirectory:
 
         A run that exists keeps its stored configuration until `store_config`.
 
-        Raises `InUse` when a live process holds it, `ConfigError` when the directory belongs to
-        a run of another model, environment or seed, and `RunDamaged` when its run.json was lost or
-        edited.
+        Raises `InUse` when a live process holds it, `ConfigError` when the directory belongs to a
+        run of another model, environment or seed, `RunDamaged` when run.json was lost or edited.
         """
         path = Path(config.runs_directory) / config.name
         make_directory(path, mode=0o700)
@@ -178,10 +174,8 @@ class RunDirectory:
             write_record(self.path, self.record)
 
     def store_config(self) -> None:
-        """Make the configuration that the run was opened with the one that a resume reads.
-
-        For whoever has found that the run can work with it: what is refused must not be stored.
-        """
+        """Make the configuration that the run was opened with the one that a resume reads. For
+        whoever has found that the run can work with it: what is refused must not be stored."""
         write_atomic(self.path / "config.yaml", dump_config(self.config).encode())
         self.update_record(
             settings=settings_of(self.config), **{STALENESS: self.versions.staleness}

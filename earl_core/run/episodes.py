@@ -56,10 +56,9 @@ def write_episodes(
 ) -> None:
     """Write the episodes of an iteration, unless `path` holds them already; on disk at the end.
 
-    rollout, reward: sealed manifests, whose shards are leased while they are read; those of other
-    hosts come through copies in the file's directory. most: how many
-    episodes, the first ones; None: all. Raises `ManifestError` for shards that are gone or damaged,
-    and `OSError`.
+    rollout, reward: sealed manifests, whose shards are leased while they are read; other hosts'
+    come through copies in the file's directory. most: the first so many episodes; None: all. Raises
+    `ManifestError` for shards that are gone or damaged, and `OSError`.
     """
     source = f"{rollout.data_digest()} {reward.data_digest()} {most}".encode()
     if _source_of(path) == source:
@@ -99,10 +98,7 @@ def read_samples(
     path: Path, most: int | None = None, columns: Iterable[str] | None = None
 ) -> pa.Table:
     """Columns (None: all) of all samples of the first `most` episodes (None: all), `episode_id`
-    among them.
-
-    Raises `FileNotFoundError` where none were kept, `EpisodesDamaged`.
-    """
+    among them. Raises `FileNotFoundError` where none were kept, `EpisodesDamaged`."""
     batches, ids = [], np.empty(0, np.int64)
     try:
         with open_file(path) as stream:
@@ -155,8 +151,7 @@ def _readable(episodes: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _counted(sample: dict[str, Any]) -> Iterator[dict[str, float]]:
-    """Count, for each turn of a sample, its tokens and those of its context, and take the mean
-    log-prob."""
+    """Tokens, context and mean log-prob of each turn of a sample."""
     mask, logprobs = sample["loss_mask"], sample["rollout_logprobs"]
     for start, stop in itertools.pairwise([*sample["turn_starts"], len(mask)]):
         tokens = sum(mask[start:stop])
@@ -192,10 +187,8 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeKeeper:
-    """Writes one iteration's episodes at a time, as `tracking.keep_episodes` asks.
-
-    A failure costs a warning and a line of the ledger, never the run.
-    """
+    """Writes one iteration's episodes at a time, as `tracking.keep_episodes` asks. A failure costs
+    a warning and a line of the ledger, never the run."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run

@@ -12,10 +12,8 @@ from earl_core.system.processes import start_time
 
 
 class RunLock(FileLock):
-    """An exclusive lock on `<run>/lock`; the file holds the owner's pid for people to read.
-
-    Raises `InUse` when another process has it, `ConfigError` when it is no plain file.
-    """
+    """An exclusive lock on `<run>/lock`; the file holds the owner's pid for people to read. Raises
+    `InUse` when another process has it, `ConfigError` when it is no plain file."""
 
     def __init__(self, run_directory: Path) -> None:
         path = run_directory / "lock"

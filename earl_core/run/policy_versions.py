@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from earl_core.deployment.stages import STAGES, stage_of
-from earl_core.dispatch.shards.manifest import (
-    Manifest,
-    ManifestError,
-    read_manifest,
-    sealed_path,
-)
+from earl_core.dispatch.shards.manifest import Manifest, ManifestError, read_manifest, sealed_path
 
 INITIAL_VERSION = 0
 """The initial model's."""
@@ -95,8 +90,7 @@ class PolicyVersions:
         return self.update(iteration).made if makes == "weights" else self.played(iteration)
 
     def maker(self, version: int) -> int | None:
-        """The iteration whose update made this version, or is to make it; None: no iteration of the
-        run does."""
+        """The iteration whose update made this version, or is to; None: none of the run does."""
         for iteration in self._iterations():
             made = self.update(iteration).made
             if made <= version:
@@ -104,10 +98,8 @@ class PolicyVersions:
         return None
 
     def publication(self, version: int) -> tuple[int, str]:
-        """Iteration and stage of the manifest by which this version's weights are published.
-
-        Raises `ManifestError` for a version that no iteration of the run makes.
-        """
+        """Iteration and stage of the manifest by which this version's weights are published. Raises
+        `ManifestError` for a version that no iteration of the run makes."""
         if version == INITIAL_VERSION:
             return 0, "initial"
         maker = self.maker(version)

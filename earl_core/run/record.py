@@ -41,10 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 def read_uid(run_directory: str | Path) -> str:
-    """The uid of the run in this directory, fit to become a part of a path.
-
-    Raises `RunDamaged`, and `FileNotFoundError` where no run is.
-    """
+    """The uid of the run in this directory, fit to become a part of a path. Raises `RunDamaged`,
+    and `FileNotFoundError` where no run is."""
     return checked_uid(read_record(Path(run_directory)), Path(run_directory))
 
 
@@ -67,10 +65,8 @@ def place_of(run_directory: Path) -> dict[str, Any]:
 
 
 def check_not_copied(run_directory: Path, uid: str, noted: Mapping[str, Any] | None) -> None:
-    """Raise `ConfigError` when this directory is a copy of the one whose place was noted.
-
-    noted: from `place_of`, perhaps of an earlier attempt; None where nothing was noted.
-    """
+    """Raise `ConfigError` when this directory is a copy of the one whose place was noted. noted:
+    from `place_of`, perhaps of an earlier attempt; None where nothing was noted."""
     here = place_of(run_directory)
     if noted is None or all(noted[key] == here[key] for key in ("device", "inode")):
         return
@@ -121,10 +117,8 @@ class OtherFormat(RunDamaged):
 
 
 def read_record(run_directory: Path) -> dict[str, Any]:
-    """The content of a run's `run.json`.
-
-    Raises `FileNotFoundError` when there is none and `RunDamaged` when it is not what was written.
-    """
+    """The content of a run's `run.json`. Raises `FileNotFoundError` when there is none and
+    `RunDamaged` when it is not what was written."""
     path = Path(run_directory) / "run.json"
     try:
         record = json.loads(read_file(path))
@@ -149,10 +143,8 @@ def read_record(run_directory: Path) -> dict[str, Any]:
 
 
 def config_of_run(run_directory: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a run directory, with overrides.
-
-    Raises `RunDamaged` for a run of another format, else what `load_config` raises.
-    """
+    """The configuration in a run directory, with overrides. Raises `RunDamaged` for a run of
+    another format, else what `load_config` raises."""
     try:
         read_record(Path(run_directory))
     except OtherFormat:
@@ -163,11 +155,8 @@ def config_of_run(run_directory: str | Path, overrides: Sequence[str] = ()) -> R
 
 
 def stored_config(run_directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the configuration as `config_of_run` does, under the name and the place where the run
-    lies now.
-
-    Raises `ConfigError` where no run lies.
-    """
+    """Read the configuration as `config_of_run` does, by the name and place that the run has now.
+    Raises `ConfigError` where no run lies."""
     if not (run_directory / "config.yaml").is_file():
         raise ConfigError(
             f"{run_directory} is not a run directory (no config.yaml): start the run with "
@@ -179,8 +168,7 @@ def stored_config(run_directory: Path, overrides: Sequence[str] = ()) -> RunConf
 
 
 def is_finished(run_directory: Path) -> bool:
-    """Tell whether the run says of itself that it is over; false where its record cannot be
-    read."""
+    """Tell whether the run's record says that it is over; false where that cannot be read."""
     try:
         return read_record(run_directory).get("finished") is True
     except (FileNotFoundError, RunDamaged):
@@ -188,10 +176,8 @@ def is_finished(run_directory: Path) -> bool:
 
 
 def lineage(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The ancestor of a run, its ancestor and so on, by the run's record; empty without one.
-
-    Each with from, name, path and digest, and that of a run with uid, iteration and policy_version.
-    """
+    """The ancestor of a run, its ancestor and so on, by the run's record; empty without one. Each
+    with from, name, path and digest, and that of a run with uid, iteration and policy_version."""
     found = record.get("ancestor")
     return [dict(found), *found.get("ancestors", ())] if found else []
 
@@ -227,8 +213,7 @@ def given_in(settings: Mapping[str, Any], part: str) -> Any:
 
 
 def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """List the settings that differ from those the run last worked with, each as `name: old →
-    new`."""
+    """List the settings that differ from those of the run's last attempt, as `name: old → new`."""
     before = dict(flat(record.get("settings", {})))
     now = dict(flat(settings_of(config)))
     return [
@@ -337,10 +322,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Whole lines, and the numbers (from 1) of damaged ones.
-
-    A last line without a newline may be in the middle of being written: it is neither.
-    """
+    """Whole lines, and the numbers (from 1) of damaged ones. A last line without a newline may be
+    in the middle of being written: it is neither."""
     try:
         *texts, rest = read_file(path).split(b"\n")
     except FileNotFoundError:

@@ -42,10 +42,8 @@ def take_newest_whole(run: Path) -> None:
 
 
 def newest_whole(run: Path, stable: list[int]) -> tuple[int, list[str]]:
-    """The last of these checkpoints that is whole, and what is wrong with each after it.
-
-    Raises `CheckpointError` when none is.
-    """
+    """The last of these checkpoints that is whole, and what is wrong with each after it. Raises
+    `CheckpointError` when none is."""
     damage: list[str] = []
     for iteration in reversed(stable):
         try:
@@ -63,10 +61,7 @@ def newest_whole(run: Path, stable: list[int]) -> tuple[int, list[str]]:
 
 def go_back(run: Path, iteration: int) -> None:
     """Have the run go on after this iteration's checkpoint (`INITIAL`: from the initial model).
-
-    Raises `CheckpointError` when that is not there or damaged, before anything is changed, and
-    `InUse`.
-    """
+    Raises `CheckpointError` when that is missing or damaged, before any change, and `InUse`."""
     with RunLock(run):
         stable = stable_checkpoints(run)
         if iteration != INITIAL:

@@ -1,8 +1,7 @@
 """A run directory in which an iteration of another run is done again; that run is only read.
 
-It is a run of its own with a uid of its own. It gets the checkpoint that the iteration starts from,
-its sealed stages, and copies of those shards that are still there, in shared memory or in the
-spill.
+It is a run with a uid of its own. It gets the checkpoint that the iteration starts from, its sealed
+stages, and copies of those shards that are still there, in shared memory or in the spill.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ def _copy_played(
     uid: str,
     staleness: Sequence[tuple[int, int]],
 ) -> None:
-    """Copy the weights that the iteration's rollout plays, where its checkpoint holds newer
-    ones."""
+    """Copy the weights that the iteration's rollout plays if its checkpoint holds newer ones."""
     versions = PolicyVersions(run, staleness)
     if (version := versions.played(iteration)) < versions.before(iteration):
         with suppress(ManifestError):

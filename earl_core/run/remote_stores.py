@@ -94,8 +94,7 @@ class StoreCommands:
         return publish_probe(self._store).model_dump(mode="json")
 
     def fetch_probe(self, entry: dict[str, Any], address: str, port: int, token: str) -> float:
-        """Return the bytes/s at which a probe comes from another host, as `bandwidth.fetch_probe`
-        does."""
+        """The bytes/s at which a probe comes from another host; see `bandwidth.fetch_probe`."""
         return fetch_probe(ShardEntry.model_validate(entry), (address, port), token)
 
     def used_bytes(self) -> int:
@@ -112,10 +111,8 @@ class StoreCommands:
 
 
 class HostStore(StoreCommands):
-    """The store of a host where the controller is not.
-
-    config: a dumped `RunConfig`. address: where the range server listens.
-    """
+    """The store of a host where the controller is not. config: a dumped `RunConfig`. address: where
+    the range server listens."""
 
     def __init__(
         self, run_directory: str, config: Mapping[str, Any], address: str, token: str
@@ -157,8 +154,7 @@ class HostStores:
             path.unlink(missing_ok=True)
 
     def verify(self, entry: ShardEntry, checksum: bool) -> None:
-        """Verify the shard on its host, as `ShardStore.verify` does; a shard of a host that is lost
-        is gone."""
+        """Verify the shard on its host, as `ShardStore.verify`; a lost host's shard is gone."""
         try:
             problem = self._ask(entry.host, "problem", entry.model_dump(mode="json"), checksum)
         except ConnectionError as error:
@@ -167,8 +163,7 @@ class HostStores:
             raise ManifestError(problem)
 
     def release(self, entry: ShardEntry) -> bool:
-        """Release the shard on its host, as `ShardStore.release` does; true where the host is
-        lost."""
+        """Release the shard on its host, as `ShardStore.release` does; true for a lost host."""
         with suppress(ConnectionError):
             return bool(self._ask(entry.host, "release", entry.model_dump(mode="json")))
         return True

@@ -40,7 +40,5 @@ def kept_weights(publications: Iterable[Manifest], oldest: int, newest: int) -> 
 
 def kept_checkpoints(stable: Sequence[int], keep_last: int, best: int | None) -> set[int]:
     """Iterations whose checkpoint stays: the last ones, and the one that was evaluated best.
-
-    stable: ascending.
-    """
+    stable: ascending."""
     return {*stable[-keep_last:], *([] if best is None else [best])}

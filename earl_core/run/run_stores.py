@@ -1,6 +1,4 @@
-"""A run's shards in the shared memory of one host: where they lie, and what starting or ending a
-run does to them.
-"""
+"""A run's shards in one host's shared memory: where they lie, and how runs adopt and free them."""
 
 from __future__ import annotations
 

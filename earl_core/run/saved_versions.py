@@ -2,8 +2,7 @@
 
 A run whose rollouts are stale (`schedule.staleness` above 0) plays versions that no learner holds
 any more, and the newest before a resumed learner holds it. Before a checkpoint becomes STABLE they
-are copied from shared memory, so that whoever goes on from it finds them. They go with the
-checkpoint.
+are copied from shared memory, so that a resume from it finds them. They go with it.
 """
 
 from __future__ import annotations
@@ -68,9 +67,7 @@ def prune_versions(run: RunDirectory, covered: Iterable[int]) -> None:
 
 def saved(run: Path, published: Manifest) -> Manifest | None:
     """The manifest of published weights with the files that lie on disk; None where they do not.
-
-    The bytes are not looked at: whoever loads them compares their digest.
-    """
+    The bytes are not looked at: whoever loads them compares their digest."""
     listed = published.outputs["weights"]["files"]
     files = [{**file, "path": str(_place(run, published, file))} for file in listed]
     for file in files:

@@ -1,8 +1,7 @@
 """The staleness of a run over its iterations, for a resume may change it.
 
 A change counts from the first iteration that no STABLE checkpoint covers. Where it was raised,
-older versions than were kept would be asked for: `PolicyVersions.played` says what is played
-instead.
+versions older than the kept ones would be asked for: `PolicyVersions.played` says what is played.
 """
 
 from __future__ import annotations

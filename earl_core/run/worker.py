@@ -32,11 +32,8 @@ Result = TypeVar("Result")
 
 
 class RunWorker:
-    """Base of what a rank constructs and the controller calls.
-
-    deployment: a dumped `StageDeployment`. config: a dumped `RunConfig`. peers: the fields of
-    `Peers`.
-    """
+    """Base of what a rank constructs and the controller calls. deployment: a dumped
+    `StageDeployment`. config: a dumped `RunConfig`. peers: those of `Peers`."""
 
     def __init__(
         self,
@@ -96,8 +93,7 @@ if TYPE_CHECKING:
 
 
 READ_RULES: dict[str, Rule] = {"read_seconds": "max", "imbalance": "max", "remote_bytes": "sum"}
-"""Rules that make one `PlanReads.spent` of those of several ranks: a stage waits for its slowest
-rank."""
+"""Rules that merge the ranks' `PlanReads.spent`: a stage waits for its slowest rank."""
 
 
 class Peers(NamedTuple):
@@ -107,8 +103,7 @@ class Peers(NamedTuple):
     token: str = ""
 
     def memories(self, hosts: Sequence[str]) -> list[str]:
-        """A name of the shared memory that each of these hosts uses; parts of one machine have one
-        together."""
+        """A name of each host's shared memory; parts of one machine have one together."""
         return [str(self.addresses.get(host)) for host in hosts]
 
 

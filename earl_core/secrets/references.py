@@ -20,11 +20,8 @@ _LARGEST = 1 << 16
 
 
 def resolve(value: Any) -> Any:
-    """A copy of plain data with every reference replaced by what it leads to.
-
-    The values found are hidden from then on wherever this process shows or stores something. Raises
-    `ConfigError`.
-    """
+    """A copy of plain data with every reference replaced by what it leads to. The values found are
+    hidden from then on wherever this process shows or stores something. Raises `ConfigError`."""
     if isinstance(value, dict):
         return {name: resolve(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

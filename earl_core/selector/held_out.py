@@ -11,11 +11,7 @@ from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.roofline import Load
-from earl_core.selector.profile.profile_table import (
-    ProfilePoint,
-    ProfileTable,
-    candidate_of_key,
-)
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, candidate_of_key
 
 WELL = 0.1
 """A prediction this near to the measured peak, as a share of it, counts as good."""

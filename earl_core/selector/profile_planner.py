@@ -1,5 +1,4 @@
-"""Choice of the next point of the profile to measure: the one most likely to change a choice for
-its time.
+"""Choice of the profile's next point to measure: the likeliest to change a choice for its time.
 
 A survey is a pure function of what is known so far, so that one that was cut off goes on where it
 ended. A point is worth measuring where its candidate might be the best one and little is known of
@@ -22,12 +21,7 @@ from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.sizes import powers
-from earl_core.selector.profile.profile_table import (
-    ProfilePoint,
-    ProfileTable,
-    key_of,
-    log_ratios,
-)
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, key_of, log_ratios
 from earl_core.system.settings import Settings
 
 GENERATED_TOKENS = 32
@@ -110,8 +104,7 @@ def grid_of(given: SelectionInput, longest: int | None = None) -> Grid:
 
 
 def workers_of(candidate: StageDeployment) -> StageDeployment:
-    """Return the part of a candidate that needs other workers; the rest of it changes while they
-    live.
+    """The part of a candidate that needs other workers; the rest changes while they live.
 
     An engine has no place for other threads, ranks or replicas; ranks of an update take another
     token budget, checkpointing, chunks and offload as they are.
@@ -191,11 +184,7 @@ class _Survey:
     """Everything that is worth measuring under one table."""
 
     def __init__(
-        self,
-        given: SelectionInput,
-        grid: Grid,
-        table: ProfileTable,
-        skipped: frozenset[PlaceKey],
+        self, given: SelectionInput, grid: Grid, table: ProfileTable, skipped: frozenset[PlaceKey]
     ) -> None:
         self._given, self._grid, self._table = given, grid, table
         self._done = skipped | {point.bucket for point in table.points}
@@ -286,8 +275,7 @@ class _Survey:
         return _Option(candidate, requests, math.log(max(rate, 1e-9)), spread, known)
 
     def _spreads(self, candidates: dict[str, StageDeployment]) -> dict[str, float]:
-        """Estimate the distance of a candidate's log(measured / guessed) from that of its stage's
-        others."""
+        """Estimate how far log(measured / guessed) of a candidate is from its stage's others."""
         found: dict[str, list[float]] = {stage: [] for stage in SELECTABLE}
         for key, points in self._table.by_key().items():
             candidate = candidates.get(key)

@@ -1,2 +1,1 @@
-"""Knowledge of the operating system: processes, memory, hosts, files, locks, seeds, fault
-points."""
+"""The operating system: processes, memory, hosts, files, locks, seeds, fault points."""

@@ -49,9 +49,7 @@ _REGISTERED: dict[str, type[BaseException]] = {}
 
 def registered(name: str) -> type[BaseException]:
     """The class of a name that came from another process; `Exception` where it is not known here.
-
-    Known are Python's own, and ours as far as their modules are imported.
-    """
+    Known are Python's own, and ours as far as their modules are imported."""
     found = _REGISTERED.get(name) or getattr(builtins, name, None)
     if isinstance(found, type) and issubclass(found, BaseException):
         return found
@@ -77,5 +75,4 @@ class InUse(EarlError):
 
 
 class NotOurs(EarlError, OSError):
-    """Something lies in a place of ours that was not put there by us, or others can reach into
-    it."""
+    """Something lies in a place of ours that we did not put there, or others can reach into it."""

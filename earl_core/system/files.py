@@ -42,11 +42,8 @@ _NETWORK = frozenset(
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write `data` so that `path` never holds half of it; on disk when this returns.
-
-    mode: who may read the file; by default its owner alone, because it may hold what others must
-    not see.
-    """
+    """Write `data` so that `path` never holds half of it; on disk when this returns. mode: who may
+    read the file; by default its owner alone: it may hold what others must not see."""
     with writing_atomic(path, mode) as descriptor:
         write_all(descriptor, data)
 
@@ -112,10 +109,8 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory and what is missing above it, each on disk when this returns.
-
-    mode: who may enter the directory itself, where it is made here.
-    """
+    """Make a directory and what is missing above it, each on disk when this returns. mode: who may
+    enter the directory itself, where it is made here."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -170,9 +165,7 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a directory with all in it, or whatever else lies there; follows no link.
-
-    `shutil.rmtree` opens what it is given, and waits for ever on a FIFO.
-    """
+    `shutil.rmtree` opens what it is given, and waits for ever on a FIFO."""
     if stat.S_ISDIR(os.lstat(path).st_mode):
         shutil.rmtree(path)
     else:
@@ -203,10 +196,8 @@ def user_directory() -> Path:
 
 
 def check_user_directory(path: Path) -> None:
-    """Raise `NotOurs` when `path` is this user's directory and others could reach into it.
-
-    Nothing is asked of another directory: whoever names it chose it.
-    """
+    """Raise `NotOurs` when `path` is this user's directory and others could reach into it. Nothing
+    is asked of another directory: whoever names it chose it."""
     if path != user_directory():
         return
     try:
@@ -266,11 +257,8 @@ def _change(descriptor: int, kind: int, start: int, length: int) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Tell whether somebody has `path` locked. Takes nothing.
-
-    A file that cannot be looked at counts as held, because callers want to know whether it may be
-    removed.
-    """
+    """Tell whether somebody has `path` locked. Takes nothing. A file that cannot be looked at
+    counts as held: callers ask whether it may be removed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

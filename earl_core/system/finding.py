@@ -10,8 +10,7 @@ Level = Literal["good", "note", "warning", "blocks"]
 
 
 class Finding(NamedTuple):
-    """A result of a check, and the advice that follows from it. advice: empty when there is nothing
-    to do."""
+    """A result of a check. advice: what to do; empty when there is nothing."""
 
     level: Level
     text: str

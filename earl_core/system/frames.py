@@ -19,8 +19,7 @@ from earl_core.system.errors import EarlError
 
 
 class WireError(EarlError, ValueError):
-    """A message that cannot cross between two processes: too large, not JSON, or not of their
-    protocol."""
+    """A message that cannot cross between processes: too large, not JSON, not of their protocol."""
 
     expected = False
 
@@ -33,10 +32,8 @@ _CHUNK = 1 << 18
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Return the frame of a message.
-
-    Raises `WireError` if it holds something that JSON cannot express, or is over `MESSAGE_LIMIT`.
-    """
+    """Return the frame of a message. Raises `WireError` if it holds something that JSON cannot
+    express, or is over `MESSAGE_LIMIT`."""
     try:
         _require_string_keys(message)
         body = json.dumps(message, separators=(",", ":")).encode()

@@ -72,10 +72,8 @@ class GpuLoad(NamedTuple):
 
 
 def visible_gpus() -> tuple[list[Gpu], Links]:
-    """The GPUs that CUDA shows to this process, in its order, and what joins them.
-
-    Raises `ConfigError` where there are GPUs and they cannot be told.
-    """
+    """The GPUs that CUDA shows to this process, in its order, and what joins them. Raises
+    `ConfigError` where there are GPUs and they cannot be told."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and chosen.strip() in ("", "-1"):
         return [], Links(0)
@@ -97,8 +95,7 @@ def driver_version() -> DriverVersion | None:
 
 
 def gpu_loads() -> list[GpuLoad]:
-    """Measure the present load of all GPUs of this machine. Raises `ConfigError` as
-    `visible_gpus`."""
+    """Measure the load of all GPUs of this machine. Raises `ConfigError` as `visible_gpus`."""
     with _driver() as nvml:
         handles = [] if nvml is None else _handles(nvml)
         return [_load(nvml, index, handle) for index, handle in enumerate(handles)]
@@ -181,9 +178,7 @@ def _handles(nvml: Any) -> list[Any]:
 
 def _visible(nvml: Any, chosen: str | None) -> list[Any]:
     """Handles of what CUDA_VISIBLE_DEVICES names: the first entry that names none ends the list.
-
-    CUDA shows a process one MIG instance, of a whole GPU in that mode the first.
-    """
+    CUDA shows a process one MIG instance, of a whole GPU in that mode the first."""
     handles = _handles(nvml)
     entries = [str(n) for n in range(len(handles))] if chosen is None else chosen.split(",")
     entries = [entry.strip() for entry in entries]

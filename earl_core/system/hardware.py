@@ -1,5 +1,4 @@
-"""Hardware of this host: cores, memory, and the NVIDIA GPUs that its driver knows; without
-torch."""
+"""This host's hardware: cores, memory, NVIDIA GPUs that its driver knows; without torch."""
 
 from __future__ import annotations
 
@@ -21,13 +20,12 @@ from earl_core.system.processes import host_name
 class HostResources:
     """A host's units, or what a run may use of them.
 
-    cores: their numbers; those next to the first GPUs come first, so that equal parts of both lie
-    close together. gpus: how many; a rank then has one of its own. first_gpu: the index of the
-    first, for a part of a machine. memory_bytes, gpu_memory_bytes (the least of all GPUs),
-    nvlink_bandwidth and pcie_bandwidth (bytes/s, one way): 0 where nobody asked, or nobody told.
-    nvlink_gpus, pcie_peers: as in `Links`. gpu_capability: the least compute capability of all
-    GPUs, such as 8.6; 0: not told. processor: its name. bf16: its instructions for bf16; empty: it
-    names none.
+    cores: their numbers; those next to the first GPUs first, so that equal parts of both lie close.
+    gpus: how many; a rank then has one of its own. first_gpu: the index of the first, for a part of
+    a machine. memory_bytes, gpu_memory_bytes (the least of all GPUs), nvlink_bandwidth and
+    pcie_bandwidth (bytes/s, one way): 0 where nobody asked, or nobody told. nvlink_gpus,
+    pcie_peers: as in `Links`. gpu_capability: the least compute capability of all GPUs, such as
+    8.6; 0: not told. processor: its name. bf16: its instructions for bf16; empty: it names none.
     """
 
     cores: tuple[int, ...]
@@ -110,16 +108,14 @@ _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 def processor_name(root: Path = Path("/")) -> str:
-    """Return the name of the first core; where the kernel does not say, the kind of its
-    instructions."""
+    """The name of the first core; where the kernel does not say, the kind of its instructions."""
     names = _values(root, "model name", "CPU part")
     return names[0] if names else platform.machine()
 
 
 def bf16_instructions(root: Path = Path("/")) -> str:
     """Name the instructions for bf16 that all cores have and torch may use, such as `AVX-512 BF16`;
-    empty where there are none, or the kernel does not say: then only a measurement tells how fast
-    bf16 is."""
+    empty for none, or where the kernel does not say: then only measuring tells its speed."""
     flags = [set(line.split()) for line in _values(root, "flags", "Features")]
     if not flags or instruction_limit():
         return ""

@@ -24,9 +24,7 @@ _ADDRESS = "127.0.0.1"
 
 def new_identity(certificate: Path) -> ssl.SSLContext:
     """Make the TLS context of a server on loopback, and write its certificate for its clients.
-
-    certificate: a file in a folder of this user's, replaced.
-    """
+    certificate: a file in a folder of this user's, replaced."""
     import ipaddress
 
     from cryptography import x509
@@ -52,9 +50,7 @@ def new_identity(certificate: Path) -> ssl.SSLContext:
     )
     public = made.public_bytes(serialization.Encoding.PEM)
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     # OpenSSL reads files only: one in memory, so that the key lies on no disk.
@@ -68,10 +64,8 @@ def new_identity(certificate: Path) -> ssl.SSLContext:
 
 
 def trusting(certificate: str | Path) -> ssl.SSLContext:
-    """Make the TLS context of a client that trusts the server of this certificate alone.
-
-    Raises `OSError` (`ssl.SSLError` for what is no certificate).
-    """
+    """Make the TLS context of a client that trusts the server of this certificate alone. Raises
+    `OSError` (`ssl.SSLError` for what is no certificate)."""
     about = os.stat(certificate)
     return _trusting(str(certificate), about.st_ino, about.st_mtime_ns)
 

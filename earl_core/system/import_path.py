@@ -104,8 +104,7 @@ def refuse_library(found: Any, path: str, what: str) -> None:
 
 
 def import_object(path: str, what: str) -> Any:
-    """Import the object that `package.module:name` names. Raises `ConfigError`, which calls it
-    `what`."""
+    """Import the object `package.module:name`. Raises `ConfigError`, which calls it `what`."""
     module, _, name = path.partition(":")
     if not (module and name):
         raise ConfigError(f"{what} is {path!r}", remedy="write an import path, package.module:name")
@@ -128,9 +127,7 @@ def import_object(path: str, what: str) -> Any:
 
 def import_package(module: str, package: str) -> Any:
     """A module of a package that the hosts' Python may lack. Raises `ConfigError` if it does.
-
-    package: what one installs, such as "reasoning-gym".
-    """
+    package: what one installs, such as "reasoning-gym"."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

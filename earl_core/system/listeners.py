@@ -77,10 +77,8 @@ def strangers_at(port: int) -> list[str]:
 
 
 def is_mine(url: str) -> bool:
-    """Tell whether every socket that listens at this loopback address belongs to this user.
-
-    False, too, where that cannot be told: nothing listens, another host, no /proc.
-    """
+    """Tell whether every socket that listens at this loopback address belongs to this user. False,
+    too, where that cannot be told: nothing listens, another host, no /proc."""
     parts = urlsplit(url)
     try:
         address = ipaddress.ip_address(parts.hostname or "")

@@ -69,10 +69,8 @@ def out_of_memory_counters() -> dict[str, int]:
 
 
 def out_of_memory_kills_since(before: dict[str, int]) -> int:
-    """Count the processes that were killed for memory since `before` was read.
-
-    Others than ours may be among them, so this is a hint, not a proof.
-    """
+    """Count the processes that were killed for memory since `before` was read. Others than ours may
+    be among them, so this is a hint, not a proof."""
     now = out_of_memory_counters()
     return max((now[path] - before[path] for path in now.keys() & before.keys()), default=0)
 
@@ -160,9 +158,8 @@ class OutOfMemory(EarlError, MemoryError):
 
 @contextmanager
 def guarded(stage: str, doing: str, advice: str = "", **details: Any) -> Iterator[None]:
-    """Raise `OutOfMemory` of this stage in place of what any allocator raises inside; one that is
-    raised inside already becomes this stage's. details: more of its payload. Also a decorator of
-    plain functions.
+    """Raise `OutOfMemory` of this stage in place of what any allocator raises inside; one raised
+    inside becomes this stage's. details: more of its payload. Also a decorator of plain functions.
     """
     try:
         yield
@@ -177,11 +174,8 @@ def guarded(stage: str, doing: str, advice: str = "", **details: Any) -> Iterato
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether the error is an allocator's refusal.
-
-    Python raises a MemoryError, the system an OSError, and torch RuntimeErrors that only
-    their texts tell apart.
-    """
+    """Tell whether the error is an allocator's refusal. Python raises a MemoryError, the system an
+    OSError, and torch RuntimeErrors that only their texts tell apart."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:

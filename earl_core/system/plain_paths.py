@@ -40,10 +40,8 @@ def links() -> Path:
 
 
 def plain(path: Path, short: bool = False) -> Path:
-    """The path, absolute, or a link to it where other programs could not take it.
-
-    short: sockets are to lie in it. Raises `NotOurs` when others could reach into the links.
-    """
+    """The path, absolute, or a link to it where other programs could not take it. short: sockets
+    are to lie in it. Raises `NotOurs` when others could reach into the links."""
     path = path.absolute()
     if is_plain(path) and (is_short(path) or not short):
         return path

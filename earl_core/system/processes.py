@@ -74,8 +74,7 @@ MARK = "EARL_WORKER_MARK"
 """Environment variable that marks a rank and, by inheritance, all that it starts."""
 
 ENDING_GRACE_SECONDS = 8.0
-"""Seconds from the first SIGTERM to SIGKILL; an engine needs up to 6 s to clear its shared
-memory."""
+"""Seconds from SIGTERM to SIGKILL; an engine needs up to 6 s to clear its shared memory."""
 
 _KILL_SECONDS = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -139,10 +138,8 @@ def descendants(pid: int) -> list[Process]:
 
 
 def marked(mark: str, variable: str = MARK) -> list[Process]:
-    """Return the processes whose environment carries `mark`, orphans included.
-
-    One that rewrites its title (as vLLM's engine does) may have written over its environment.
-    """
+    """Return the processes whose environment carries `mark`, orphans included. One that rewrites
+    its title (as vLLM's engine does) may have written over its environment."""
     wanted = f"{variable}={mark}".encode()
     found = []
     for process in filter(lambda process: process.living, _all_processes()):

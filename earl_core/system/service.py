@@ -63,10 +63,8 @@ class Service:
         return replace(self, process="", mark="", since=0.0)
 
     def processes(self) -> list[Process]:
-        """All that is left of what was started: the process, what it started, and orphans of it.
-
-        A process that has the pid by now without being the one that was started is none of them.
-        """
+        """All that is left of what was started: the process, what it started, and orphans of it. A
+        process that has the pid by now without being the one that was started is none of them."""
         found: dict[int, Process] = {}
         known = ProcessId.parse(self.process)
         if known is not None and known.alive():

@@ -1,7 +1,6 @@
 """Ranks that do one thing together: a failure of one is the error of all, so that none waits.
 
-The ranks exchange arrays of numbers and JSON texts in the host's memory, never pickles; no device
-waits for it.
+Ranks exchange arrays of numbers and JSON in the host's memory, never pickles; no device waits.
 """
 
 from __future__ import annotations
@@ -60,10 +59,8 @@ class Ranks:
         return self.rank == 0
 
     def do(self, action: Callable[[], _T]) -> _T:
-        """Run the action on each rank; when it fails on one, every rank raises that error.
-
-        Also a barrier: what the others did in it is done when it returns.
-        """
+        """Run the action on each rank; when it fails on one, every rank raises that error. Also a
+        barrier: what the others did in it is done when it returns."""
         error: Exception | None = None
         result: _T | None = None
         try:

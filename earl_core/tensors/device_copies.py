@@ -73,9 +73,7 @@ class Download:
 @torch.no_grad()
 def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy (target, source) each, converted on the target's device; all are there on return.
-
-    Page-locked sources are read by the device itself.
-    """
+    Page-locked sources are read by the device itself."""
     devices = set()
     for target, source in pairs:
         if not on_host(target) and source.dtype != target.dtype:

@@ -72,10 +72,8 @@ class BoxExchange:
         held: Sequence[Box],
         wanted: Sequence[Box],
     ) -> None:
-        """Each rank sends of its part what others want and do not hold.
-
-        Contiguous parts go straight from `old` into `new`, the rest through a buffer.
-        """
+        """Each rank sends of its part what others want and do not hold. Contiguous parts go
+        straight from `old` into `new`, the rest through a buffer."""
         rank, have, want = self._rank, held[self._rank], wanted[self._rank]
         leaving: list[tuple[int, torch.Tensor]] = []
         coming: list[tuple[int, torch.Tensor]] = []

@@ -59,10 +59,8 @@ class TensorHashes:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """xxh3_128 over names, dtypes, shapes and each tensor's own xxh3_128, in the order of names.
-
-    32 hex digits. Tensors are whole; see `digest_together` for many ranks.
-    """
+    """xxh3_128 over names, dtypes, shapes and each tensor's own xxh3_128, in the order of names. 32
+    hex digits. Tensors are whole; see `digest_together` for many ranks."""
     with TensorHashes() as hashes:
         for name, tensor in tensors.items():
             hashes.start(name, tensor)

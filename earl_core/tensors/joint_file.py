@@ -49,12 +49,10 @@ def own_shares(
     *,
     writers: Mapping[str, str] | None = None,
 ) -> Shares:
-    """Divide the writing of tensors among ranks; ranks of a host that hold the same split it
-    evenly.
+    """Divide writing among ranks; ranks of a host that hold the same split it evenly.
 
     writers: the host that writes each tensor; none: every host writes all. Collective; places and
-    writers are equal on all ranks. Raises `WeightsError`, on all ranks, when the parts do not make
-    up a tensor.
+    writers are equal on all ranks. Raises `WeightsError` on all ranks if parts make no tensor.
     """
     names = list(places)
     boxes = boxes_of_all(slices, names, ranks)
@@ -106,10 +104,9 @@ def write_shares(
     """Write this rank's parts into its host's file, cast to the file's dtypes, while parts that
     hosts lack are sent and received.
 
-    written(name, wait) is called for each tensor of a device of which this rank is the only
-    writer; its bytes are there when `wait` returns. Collective where there are transfers. An error
-    is raised when nothing is under way any more: the ranks that this one sends to would wait for
-    it.
+    written(name, wait) is called for each tensor of a device of which this rank is the only writer;
+    its bytes are there when `wait` returns. Collective where there are transfers. An error is
+    raised when nothing is under way: the ranks that this one sends to would wait for it.
     """
     held = {each.name: each for each in slices}
     own = deque((name, part) for name, part in found.mine.items() if part.numel)

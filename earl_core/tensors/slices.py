@@ -54,11 +54,8 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.sizes)
 
     def part(self, number: int, parts: int) -> Box:
-        """One of `parts` near-equal ranges, in order; together they are the box.
-
-        They divide the first dimension that is long enough, else the longest. A scalar goes to
-        the first.
-        """
+        """One of `parts` near-equal ranges, in order; together they are the box. They divide the
+        first dimension that is long enough, else the longest. A scalar goes to the first."""
         if not self.sizes:
             return self if number == 0 else Box((0,), (0,))
         long_enough = (each for each, size in enumerate(self.sizes) if size >= parts)
@@ -85,11 +82,8 @@ class Slice:
 
 
 def slices_of(named: Mapping[str, torch.Tensor]) -> list[Slice]:
-    """Return the slice that this rank holds of each tensor: all of a plain one, the local part of a
-    DTensor.
-
-    Raises ValueError for a DTensor that is cut in no box, or that is a sum over ranks.
-    """
+    """This rank's slice of each tensor: all of a plain one, the local part of a DTensor. Raises
+    ValueError for a DTensor that is cut in no box, or that is a sum over ranks."""
     return [
         Slice(name, tuple(tensor.shape), local_box(tensor), local_part(tensor))
         for name, tensor in named.items()
@@ -99,10 +93,8 @@ def slices_of(named: Mapping[str, torch.Tensor]) -> list[Slice]:
 def slices_like(
     holders: Mapping[str, torch.Tensor], parts: Iterable[tuple[str, str, torch.Tensor]]
 ) -> list[Slice]:
-    """Slices of tensors that are cut like others: (holder's name, own name, local part).
-
-    A part with the shape of the holder's local part is cut like it; any other is whole.
-    """
+    """Slices of tensors that are cut like others: (holder's name, own name, local part). A part
+    with the shape of the holder's local part is cut like it; any other is whole."""
     slices = []
     for holder, name, part in parts:
         like = holders[holder]
@@ -165,9 +157,7 @@ def _box_of_cut(tensor: DTensor) -> Box:
 
 def boxes_of_all(slices: Sequence[Slice], names: Sequence[str], ranks: Ranks) -> list[list[Box]]:
     """Return, for each name in order, the box of each rank. Collective; a rank may lack some names.
-
-    `names` must be equal on all ranks. A lacking tensor gives a box without elements.
-    """
+    `names` must be equal on all ranks. A lacking tensor gives a box without elements."""
     own = {each.name: each.box for each in slices}
     widest = torch.tensor([max((len(own[n].sizes) for n in names if n in own), default=0)])
     width = max(int(each) for each in ranks.gather(widest))
@@ -192,11 +182,8 @@ def _box_of_row(row: list[int]) -> Box:
 
 
 def shares(boxes: Sequence[Box]) -> list[Box]:
-    """Return, for each rank, the part of its box that it speaks for; together they are all boxes,
-    once.
-
-    boxes: of one tensor, by rank. Ranks that hold the same box split it evenly.
-    """
+    """For each rank the part of its box that it speaks for; together they are all boxes, once.
+    boxes: of one tensor, by rank. Ranks that hold the same box split it evenly."""
     holders: dict[Box, list[int]] = {}
     for rank, box in enumerate(boxes):
         holders.setdefault(box, []).append(rank)

@@ -248,9 +248,7 @@ def derive_seed(*parts: int | str) -> int:
 @dataclass(frozen=True)
 class EpisodeSpec:
     """An episode to play. `seed` keys all its draws: the environment's and each turn's.
-
-    environment: its label, where the run has several. prompt_id: the prompt's index there.
-    """
+    environment: its label, where the run has several. prompt_id: the prompt's index there."""
 
     episode_id: int
     group_id: int

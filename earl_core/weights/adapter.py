@@ -20,12 +20,7 @@ from earl_core.pretrained.model_directory import read_header
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, open_file, plan_layout
-from earl_core.weights.load import (
-    manifest_from_directory,
-    model_files,
-    names_problem,
-    open_weights,
-)
+from earl_core.weights.load import manifest_from_directory, model_files, names_problem, open_weights
 from earl_core.weights.manifest import (
     AdapterEntry,
     TensorEntry,
@@ -70,10 +65,8 @@ def open_pairs(
 
 
 def manifest_of_policy(directory: Path, policy_version: int, model: ModelConfig) -> WeightsManifest:
-    """Describe a policy on disk: a whole model's directory, or one of an adapter of `model`.
-
-    Raises what `manifest_from_directory`, `check_tied` and `adapter_manifest` raise.
-    """
+    """Describe a policy on disk: a whole model's directory, or one of an adapter of `model`. Raises
+    what `manifest_from_directory`, `check_tied` and `adapter_manifest` raise."""
     trusted = model.trust_remote_code
     if is_adapter(directory):
         return adapter_manifest(directory, Path(model.path), policy_version, trusted)

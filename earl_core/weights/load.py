@@ -121,10 +121,8 @@ def _open_file(file: WeightFile, expected: dict[str, TensorEntry]) -> dict[str, 
 def matched(
     manifest: WeightsManifest, state: Mapping[str, torch.Tensor], directory: Path, digest: str
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """`match` of a model's parameters with published weights, whose bytes are checked.
-
-    directory, digest: where the model's configuration lies, and its digest. Raises `WeightsError`.
-    """
+    """`match` of a model's parameters with published weights, whose bytes are checked. directory,
+    digest: where the model's configuration lies, and its digest. Raises `WeightsError`."""
     if manifest.config_digest and manifest.config_digest != digest:
         raise WeightsError(
             f"it was published for another model configuration than {directory / 'config.json'}"

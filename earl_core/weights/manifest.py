@@ -151,8 +151,7 @@ def mark_hashed(path: Path, digest: str) -> None:
 
 
 def was_hashed(path: Path, digest: str) -> bool:
-    """Tell whether somebody has hashed the file, found this digest, and nothing was written
-    since."""
+    """Tell whether the file was hashed, had this digest, and nothing was written since."""
     return os.stat(path).st_mtime_ns == _time_of(digest)
 
 

@@ -2,8 +2,7 @@
 
 The learner says which token is the most likely next one after some beginnings of rows of its last
 batch, and its log-prob. An engine that has loaded the version answers one greedy token to each:
-sampled and not scored, because that is the way by which episodes are played, past the same cache of
-prefixes.
+sampled and not scored, as episodes are played, past the same cache of prefixes.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ PREFIXES = "prefixes"
 
 
 class Prefixes(BaseModel):
-    """Beginnings of one row of training data.
-
-    tokens: of the longest one. lengths: of each, ascending, from 1 to the number of tokens.
-    """
+    """Beginnings of one row of training data. tokens: of the longest one. lengths: of each,
+    ascending, from 1 to the number of tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

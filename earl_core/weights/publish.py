@@ -40,13 +40,12 @@ def publish(
 ) -> WeightsManifest:
     """Write `directory/weights-<policy_version>.safetensors` and describe it.
 
-    `named_tensors` are the model's parameters and persistent buffers under Hugging Face
-    state-dict names, or the pairs of `adapter` under PEFT's; DTensors where a mesh has cut them.
+    `named_tensors` are the model's parameters and persistent buffers under Hugging Face state-dict
+    names, or the pairs of `adapter` under PEFT's; DTensors where a mesh has cut them.
     Floating-point ones are cast to `dtype` (`torch.bfloat16` or `"bfloat16"`) straight into the
-    mapped file, so that no second full copy exists on any rank. Tensors that share memory are
-    written once, under the first name. With a mesh all its ranks call it, and all get the manifest;
-    file and digest are those of one process. Where ranks are on several hosts, each host gets the
-    whole file.
+    mapped file, so that no second full copy exists on any rank. Those that share memory are
+    written once, under the first name. With a mesh all its ranks call it and get the manifest; file
+    and digest are those of one process. Where ranks are on several hosts, each gets the whole file.
 
     The file is a segment: the memory of a version that was released is used again. A GPU casts and
     writes into it by itself. Each byte is hashed once a host, tensor by tensor while others are
@@ -115,10 +114,7 @@ def _split_tied(
 
 
 def _write_together(
-    named_tensors: Mapping[str, torch.Tensor],
-    layout: FileLayout,
-    path: Path,
-    ranks: Ranks,
+    named_tensors: Mapping[str, torch.Tensor], layout: FileLayout, path: Path, ranks: Ranks
 ) -> str:
     """Every rank writes its share of its host's file, which the first one there seals; the tensors'
     digest."""

@@ -25,9 +25,7 @@ _TEXT = ("text", "language", "llm", "thinker", "decoder")
 
 def check_tied(directory: Path, trust_remote_code: bool = False) -> None:
     """Raise `ConfigError` where the files, or two configurations, contradict each other.
-
-    trust_remote_code: whether code that lies in the directory may define the model.
-    """
+    trust_remote_code: whether code that lies in the directory may define the model."""
     _check_flags(directory / "config.json")
     stored = {
         name: tensor

@@ -15,10 +15,7 @@ from flows.cli.tables import make_console, rows_table
 
 def find_configuration(what: str, runs_directory: str, overrides: list[str]) -> RunConfig:
     """Return the configuration of a recipe, a run file or a run, with overrides; a recipe goes
-    before a run of its name.
-
-    Raises `ConfigError`.
-    """
+    before a run of its name. Raises `ConfigError`."""
     if what in recipe_names() or Path(what).is_file():
         return load_config(what, overrides)
     for path in (Path(what), Path(runs_directory) / what):

@@ -24,10 +24,8 @@ def draw(
     y_text: Callable[[float], str] = "{:.2f}".format,
     y_range: tuple[float, float] | None = None,
 ) -> str:
-    """The series in one chart; empty text when there are no points at all.
-
-    y_range: at least this much of the y axis is shown; the points widen it.
-    """
+    """The series in one chart; empty text when there are no points at all. y_range: at least this
+    much of the y axis is shown; the points widen it."""
     shown = [one for one in series if one.points]
     if not shown:
         return ""

@@ -47,9 +47,7 @@ def debug(
     runs_directory: str,
 ) -> None:
     """Do iterations of a configuration, or of a run after its last checkpoint; or repeat a stage.
-
-    Raises `ConfigError`, and what the stages raise.
-    """
+    Raises `ConfigError`, and what the stages raise."""
     console = make_console()
     run = _find(name, runs_directory, run_only=stage is not None or iteration is not None)
     # A run that it begins from lies in the usual runs directory.
@@ -106,9 +104,7 @@ def _iteration(run: Path, stage: str | None, iteration: int | None) -> int:
 
 def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunConfig, list[str]]:
     """The configuration as far as it works in one process, and what was changed, for people.
-
-    prompts: of an iteration; None as it is.
-    """
+    prompts: of an iteration; None as it is."""
     notes = []
     played = [each for each in (config.environment, *config.environments) if each is not None]
     if config.rollout.engine != "torch":

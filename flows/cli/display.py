@@ -89,10 +89,8 @@ def make_display(
     done: Sequence[Line] = (),
     evaluations: Sequence[Line] = (),
 ) -> Display:
-    """The display that is wanted; a live one on a terminal only, elsewhere plain lines.
-
-    iterations: of the run, in all. done, evaluations: what earlier attempts of it have done.
-    """
+    """The display that is wanted; a live one on a terminal only, elsewhere plain lines. iterations:
+    of the run, in all. done, evaluations: what earlier attempts of it have done."""
     if show == "json":
         return JsonDisplay()
     if show == "quiet":

@@ -43,9 +43,7 @@ _DEBUG_HINT = "Run the command again with --debug for the traceback."
 @contextmanager
 def reported(debug: bool, runs_code: bool = False) -> Iterator[None]:
     """Turn an exception into a block on stderr and an exit code: 2 for wrong input, else 1.
-
-    runs_code: whether the command may import what a run file names; the others only look.
-    """
+    runs_code: whether the command may import what a run file names; the others only look."""
     try:
         with nullcontext() if runs_code else looking():
             yield

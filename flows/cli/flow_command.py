@@ -1,5 +1,4 @@
-"""The part that commands which run a flow have in common: Prefect's server, signals, the
-display."""
+"""What commands that run a flow have in common: Prefect's server, signals, the display."""
 
 from __future__ import annotations
 
@@ -31,10 +30,8 @@ class FlowCommand:
     def run(
         self, flow: str, display: Display, stopped: Callable[[], str], **parameters: Any
     ) -> Any:
-        """The result of the flow, whose module in `flows` has its name.
-
-        A signal, or the loss of the server, ends this process. stopped: what is then said.
-        """
+        """The result of the flow, whose module in `flows` has its name. A signal, or the loss of
+        the server, ends this process. stopped: what is then said."""
         try:
             with display:
                 result = run_interruptible(

@@ -42,8 +42,7 @@ def run_interruptible(
     ignored, as under `nohup`) `on_signal` and `stop` are called; `stop` again and again, because
     the work may be in the middle of opening what must be stopped. Raises `Interrupted` once it has
     ended or `GRACE_SECONDS` are over. A second signal ends the process at once. `check` is called
-    all the while and returns at once; what it raises ends the work like a signal, and is raised
-    then.
+    all the while and returns at once; what it raises ends the work like a signal and is raised.
     """
     outcome: Future[T] = Future()
 

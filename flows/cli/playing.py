@@ -68,10 +68,8 @@ def _show(console: Console, text: str) -> None:
 
 
 class Person:
-    """Chooses moves by asking on the terminal, in the place of a game's opponent.
-
-    Raises `ConfigError` for environments that are not one of the built-in board games.
-    """
+    """Chooses moves by asking on the terminal, in the place of a game's opponent. Raises
+    `ConfigError` for environments that are not one of the built-in board games."""
 
     def __init__(self, console: Console, config: RunConfig) -> None:
         games = [each for each in config.played.values() if each.played in _GAMES]
@@ -194,10 +192,7 @@ def _watch(
 
 
 def _against_person(
-    player: PolicyPlayer,
-    person: Person,
-    place: tuple[int, int],
-    temperature: float | None,
+    player: PolicyPlayer, person: Person, place: tuple[int, int], temperature: float | None
 ) -> str:
     console = person.console
     environment = person.game

@@ -1,5 +1,4 @@
-"""`earl serve`: a checkpoint, or any model, behind the gateway, for OpenAI clients that know the
-key."""
+"""`earl serve`: a checkpoint, or any model, behind the gateway, for OpenAI clients with the key."""
 
 from __future__ import annotations
 
@@ -25,11 +24,7 @@ _FILE = "serve.key"
 
 
 def serve(
-    what: tuple[str, str],
-    which: str,
-    overrides: list[str],
-    port: int,
-    temperature: float | None,
+    what: tuple[str, str], which: str, overrides: list[str], port: int, temperature: float | None
 ) -> None:
     """Serve until Ctrl-C. what: a run's name or path, or a model directory; and the directory of
     runs. which: the checkpoint. temperature: of every answer; None as in the run."""

@@ -19,9 +19,7 @@ _OTHER_FOLDERS = ("tests", "runs", "models")
 
 def create_project(directory: Path) -> None:
     """Write a package, a run file, a test and a README; the directory gives the package its name.
-
-    Raises ConfigError for a directory that has something in it, and for a name that cannot be.
-    """
+    Raises ConfigError for a directory that has something in it, and for a name that cannot be."""
     where = directory.resolve()
     name = where.name
     _check_name(name)

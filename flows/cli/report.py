@@ -10,10 +10,8 @@ from tasks.reports.run_page import write_page
 
 
 def report(run: str, runs_directory: str, output: Path | None, episodes: int) -> None:
-    """Write the page of a run and say where it lies. output: None for RUN/report.html.
-
-    Raises `ConfigError` where there is no such run, or the file cannot be written.
-    """
+    """Write the page of a run and say where it lies. output: None for RUN/report.html. Raises
+    `ConfigError` where there is no such run, or the file cannot be written."""
     path = find_run(run, runs_directory)
     output = path / "report.html" if output is None else output
     try:

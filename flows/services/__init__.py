@@ -1,2 +1,1 @@
-"""Services that `earl up` starts and `earl down` ends: a Prefect server, an MLflow server, a
-worker."""
+"""Services that `earl up` starts and `earl down` ends: Prefect's server, MLflow's, a worker."""

@@ -21,8 +21,7 @@ from flows.server_access import opener
 _PAUSE_SECONDS = 0.1
 _ANSWER_SECONDS = 1.0
 END_SECONDS = 20.0
-"""Seconds from SIGTERM to SIGKILL: the time that a flow's ranks and hosts need to end, and time to
-spare."""
+"""Seconds from SIGTERM to SIGKILL: a flow's ranks and hosts need most of them to end."""
 
 
 class ServiceFailed(EarlError):

@@ -39,12 +39,7 @@ from flows.server import (
     running_server,
     server_environment,
 )
-from flows.server_access import (
-    PROBE_SECONDS,
-    START_SECONDS,
-    Access,
-    named_by_profile,
-)
+from flows.server_access import PROBE_SECONDS, START_SECONDS, Access, named_by_profile
 from flows.services.process import end, mlflow_answers, spawn, until
 from flows.services.worker import reports, start_worker, stop_flow_runs
 from tasks.tracking.mlflow_client import default_database
@@ -89,9 +84,8 @@ class ServiceManager:
     def up(self, ports: dict[str, int | None], say: Say) -> Outside:
         """Start what is missing and wait until it answers.
 
-        ports: of the servers, by name; None for the one it had. say: hears what is going on. If
-        anything fails, what was started here is ended. Raises `ConfigError` for a port in use and
-        `ServiceFailed`.
+        ports: of the servers, by name; None for the one it had. say: hears what goes on. A failure
+        ends what was started here. Raises `ConfigError` for a port in use and `ServiceFailed`.
         """
         self.home = configure(self.runs_directory)
         with self._alone():
@@ -172,8 +166,7 @@ class ServiceManager:
             return there
 
     def _server_of(self, worker: Service) -> Access | None:
-        """The server that the worker asks, whatever this shell's settings name; None without an
-        answer."""
+        """The worker's server, whatever this shell's settings name; None without an answer."""
         own = self.services.get("prefect")
         if own is not None and own.secure == worker.secure:
             access = access_of(own)

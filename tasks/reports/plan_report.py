@@ -67,8 +67,7 @@ def _history(
 
 
 def _considered(run: RunDirectory, plan: DeploymentPlan) -> list[str]:
-    """List the candidates that the sealed input had to offer; a sentence where that cannot be
-    said."""
+    """List the candidates of the sealed input; a sentence where that cannot be said."""
     source = run.stage_path(plan.iteration, "selection").with_suffix(".input")
     try:
         given = SelectionInput.model_validate_json(read_file(source))
@@ -111,10 +110,8 @@ def _remark(row: Row) -> str:
 
 
 def candidate_tables(given: SelectionInput, plan: DeploymentPlan) -> list[tuple[str, list[Row]]]:
-    """The candidates of each stage, and what was not offered: tables with their headings.
-
-    Raises as `considered`.
-    """
+    """The candidates of each stage, and what was not offered: tables with their headings. Raises as
+    `considered`."""
     choice = considered(given, plan)
     tables = [
         (f"{stage}: {len(offered)} candidates, best first", candidate_rows(choice, stage))

@@ -17,12 +17,7 @@ from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.explain import comparable_peak
 from earl_core.selector.profile.observations import Observation
 
-_TRAINING_ONLY = (
-    "context_parallel",
-    "shard",
-    "activation_checkpointing",
-    "offload_optimizer",
-)
+_TRAINING_ONLY = ("context_parallel", "shard", "activation_checkpointing", "offload_optimizer")
 _TREND_WINDOW = 8
 
 
@@ -41,10 +36,7 @@ def selector_metrics(
     is 0 (none), 1 (selective) or 2 (full).
     """
     moved = {change.stage for change in stage_changes(before, plan) if change.switched}
-    metrics = {
-        "selector/attempts": plan.attempt + 1.0,
-        "selector/switches": float(len(moved)),
-    }
+    metrics = {"selector/attempts": plan.attempt + 1.0, "selector/switches": float(len(moved))}
     for stage in SELECTABLE:
         if stage not in plan.stages or stage not in manifests:
             continue
@@ -74,12 +66,10 @@ _SWITCHES = ("switched", "resharded")
 def load_metrics(
     rollout: Mapping[str, float], earlier_contexts: Sequence[float]
 ) -> dict[str, float]:
-    """Derive, from the rollout's own metrics, which share of the contexts the model wrote, and
-    their trend.
+    """Derive from a rollout's metrics the share of contexts that the model wrote, and their trend.
 
     rollout: the metrics of its manifest. earlier_contexts: mean contexts of the iterations before,
-    oldest first. `context/trend` is in tokens an iteration, the slope of a line through the last
-    eight.
+    oldest first. `context/trend` is in tokens an iteration, the slope through the last eight.
     """
     metrics: dict[str, float] = {}
     context = rollout.get("context/mean", 0.0)
@@ -114,8 +104,7 @@ def _predicted(plan: DeploymentPlan, stage: str) -> dict[str, float]:
 
 
 def _measured_seconds(stage: Mapping[str, float]) -> float:
-    """Return the seconds of a stage by its own metrics: without the start of its workers, where it
-    knows."""
+    """Seconds of a stage by its own metrics: without the start of its workers, where it knows."""
     return float(stage.get("seconds", stage.get("stage_seconds", 0.0)))
 
 

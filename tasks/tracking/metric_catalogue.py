@@ -251,8 +251,7 @@ def mlflow_name(name: str) -> str | None:
 
 
 def stored_name(name: str) -> str:
-    """A name that MLflow takes. Where it is another, it ends with a mark, so that two names never
-    become one."""
+    """A name that MLflow takes. A changed one ends with a mark, so that two never become one."""
     # One name that MLflow refuses costs all metrics of its step, and it wants a path in its
     # shortest form.
     parts = _BAD_NAME.sub("_", name).split("/")
@@ -264,10 +263,8 @@ def stored_name(name: str) -> str:
 
 
 def for_mlflow(row: Mapping[str, Any], *, scored: bool) -> dict[str, Any]:
-    """The numbers of a row that MLflow gets, by their names there.
-
-    scored: whether the reward is another number than the return.
-    """
+    """The numbers of a row that MLflow gets, by their names there. scored: whether the reward is
+    another number than the return."""
     numbers = {}
     for name, value in row.items():
         shown = mlflow_name(name)

@@ -40,10 +40,8 @@ def default_uri(config: RunConfig) -> str:
 
 
 def default_database(runs_directory: str | Path) -> Path:
-    """The SQLite file of runs that are tracked nowhere else.
-
-    Raises `ConfigError` for a place that no URL of a database can name.
-    """
+    """The SQLite file of runs that are tracked nowhere else. Raises `ConfigError` for a place that
+    no URL of a database can name."""
     path = Path(runs_directory).resolve() / "mlflow.db"
     if "?" in str(path):
         raise ConfigError(
@@ -198,10 +196,8 @@ class MlflowRun:
         self.set_tags({_DESCRIPTION: text, _WRITTEN: _mark(text)})
 
     def log_numbers(self, steps: Sequence[Numbers]) -> None:
-        """All metrics of these steps; MLflow makes as many calls as they need.
-
-        Sending the same step twice with the same time changes nothing.
-        """
+        """All metrics of these steps; MLflow makes as many calls as they need. Sending the same
+        step twice with the same time changes nothing."""
         from mlflow.entities import Metric
 
         rows = [
@@ -217,9 +213,7 @@ class MlflowRun:
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], path: str) -> None:
         """Store rows as a table that MLflow's pages show, replacing the one at this path.
-
-        `MlflowClient.log_table` would add them to those that are there, twice if sent twice.
-        """
+        `MlflowClient.log_table` would add them to those that are there, twice if sent twice."""
         columns = list(dict.fromkeys(name for row in rows for name in row))
         data = [[row.get(name, "") for name in columns] for row in rows]
         self.log_text(json.dumps({"columns": columns, "data": data}), path)

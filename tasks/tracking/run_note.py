@@ -13,10 +13,8 @@ from tasks.reports.lines import Line, mean_return, outcome_shares, signed
 
 
 def mlflow_page(record: Mapping[str, Any], tab: str = "model-metrics") -> str | None:
-    """The address of a run's page at an MLflow server; None without a server.
-
-    record: the run's. tab: of the page; its curves unless told otherwise.
-    """
+    """The address of a run's page at an MLflow server; None without a server. record: the run's.
+    tab: of the page; its curves unless told otherwise."""
     known = record.get("tracking") or {}
     site, identity = str(known.get("uri", "")), known.get("run_id")
     if not identity or not site.startswith(("http://", "https://")):

@@ -1,10 +1,8 @@
-"""The things that the run directory holds and MLflow lacks: the run directory is the tracker's
-queue.
+"""What the run directory holds and MLflow lacks: the run directory is the tracker's queue.
 
 Each thing has a key, its kind and its iteration. Things of a kind are sent in the order of their
 iterations, so that the last one sent of each kind says all that MLflow has. MLflow itself holds
-these numbers, in the tag `earl.sent`: a run that is new there gets everything, also after a server
-was lost.
+these numbers, in the tag `earl.sent`: a run that is new there, or its server, gets everything.
 """
 
 from __future__ import annotations
@@ -128,8 +126,7 @@ def _pages(
 
 
 def _evaluation_numbers(run: RunDirectory, found: Manifest) -> Numbers:
-    """Return the numbers of an evaluation for MLflow; its step is the number of finished
-    iterations."""
+    """The numbers of an evaluation for MLflow; its step is the number of finished iterations."""
     metrics = {f"evaluation/{name}": value for name, value in found.metrics.items()}
     seconds = run.stage_path(found.iteration, "evaluation").stat().st_mtime
     return Numbers(found.iteration, for_mlflow(metrics, scored=False), seconds)
@@ -226,12 +223,7 @@ def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send |
     mismatch = {part: row[name] for part, name in names.items() if name in row}
     traces = [
         episode_trace(
-            run.uid,
-            iteration,
-            each,
-            seconds,
-            tools=each["environment"] in tools,
-            mismatch=mismatch,
+            run.uid, iteration, each, seconds, tools=each["environment"] in tools, mismatch=mismatch
         )
         for each in episodes
     ]

@@ -166,11 +166,7 @@ def _add_turn(
 
 
 def _usage(before: int, answered: int) -> dict[str, int]:
-    return {
-        "input_tokens": before,
-        "output_tokens": answered,
-        "total_tokens": before + answered,
-    }
+    return {"input_tokens": before, "output_tokens": answered, "total_tokens": before + answered}
 
 
 def _text(text: str) -> str:

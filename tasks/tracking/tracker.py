@@ -160,8 +160,7 @@ class Tracker:
                 self._wake.notify_all()
 
     def _wait(self) -> None:
-        """Wait until there is something to do; while MLflow is away, until it is to be tried
-        again."""
+        """Wait until there is something to do; while MLflow is away, until the next try."""
         with self._wake:
             if self.failing:
                 self._wake.wait_for(lambda: self._closing is not None, timeout=self._retry_seconds)
@@ -212,11 +211,7 @@ class Tracker:
 
         mlflow, tags = self._call(connect)
         self._sent, self._tags = sent_before(run, tags), {}
-        ids = {
-            "uri": self.uri,
-            "run_id": mlflow.run_id,
-            "experiment_id": mlflow.experiment_id,
-        }
+        ids = {"uri": self.uri, "run_id": mlflow.run_id, "experiment_id": mlflow.experiment_id}
         if record != ids:
             run.update_record(tracking=ids)
         self.run_id, self.experiment_id = mlflow.run_id, mlflow.experiment_id

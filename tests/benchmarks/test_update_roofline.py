@@ -49,7 +49,7 @@ def test_compiled_layers_bring_the_bound_at_4k_above_one_half() -> None:
     assert found[True] >= 0.50
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_deeper_models_lie_on_the_line_through_two(compiled: bool) -> None:
     tiny = dataclasses.replace(SHAPES["tiny"], layers=3)
     cell = Cell(tiny, 64, 128, 256, compiled)

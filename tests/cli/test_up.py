@@ -27,8 +27,8 @@ from earl_core.system.processes import ProcessId, boot_id, start_time
 from earl_core.system.service import Service, read_services, write_services
 from flows.server import access_of
 from tests.cli.conftest import CONFIG, Earl
-from tests.flows.conftest import free_port
 from tests.impostor import impostor
+from tests.shared import free_port
 
 RUN_SECONDS = 120.0
 WORKER_SECONDS = 40.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 from earl_core.cluster.host import Host, LocalHost
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.system.processes import inspect
+from tests.shared import free_port
 
 TARGET = "tests.cluster.targets:Target"
 MakeGroup = Callable[..., Any]
@@ -42,9 +42,7 @@ def ray_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     from earl_core.cluster.ray_cluster import RayCluster
 
     log = tmp_path_factory.mktemp("ray") / "raylet.log"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
     command += [f"--port={address.split(':')[1]}", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
     command += ["--object-store-memory=100000000", "--include-dashboard=false"]

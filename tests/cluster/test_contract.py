@@ -43,7 +43,7 @@ def test_a_target_knows_its_rank_and_what_it_is_called_for(
     assert not group.alive
     assert group.pids == []
     assert group.deployment is None
-    assert gone_within([told["pid"]], 1)
+    assert gone_within([told["pid"]], 20)
 
 
 def test_two_ranks_answer_in_rank_order(make_group: MakeGroup, host: Host, site: Site) -> None:
@@ -150,13 +150,13 @@ def test_a_deadline_ends_the_group_and_shows_where_it_hung(
     begin = time.monotonic()
     with pytest.raises(WorkerLost, match=r"(?s)deadline of 0\.5 s.*_hang_here") as caught:
         group.call("sleep", seconds=600, **{**site, "deadline_seconds": 0.5})
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     assert "iteration 7" in str(caught.value)
     assert not group.alive
     assert caught.value.how == "deadline"
     with pytest.raises(WorkerLost, match=r"deadline of 0\.5 s"):
         group.call("echo", value=1, **site)
-    assert gone_within(pids, 10)
+    assert gone_within(pids, 60)
     group.start({}, {})
     assert group.call("echo", value=1, **site) == [1]
 
@@ -216,7 +216,7 @@ def test_stop_closes_targets_plain_and_async(make_group: MakeGroup, tmp_path: Pa
     pids = group.pids
     begin = time.monotonic()
     group.stop(grace_seconds=0.3)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     assert gone_within(pids, 0)
 
 
@@ -246,23 +246,29 @@ def test_a_reshard_that_fails_on_a_rank_costs_the_group(make_group: MakeGroup, s
         assert part in str(caught.value)
     assert not group.alive
     assert group.deployment is None
-    assert gone_within(pids, 1)
+    assert gone_within(pids, 20)
 
 
 def test_calls_of_two_groups_run_side_by_side(make_group: MakeGroup, site: Site) -> None:
-    first, second = make_group("a"), make_group("b")
-    seen: list[Any] = []
-    first.start({}, {})
-    second.start({}, {})
-    begin = time.monotonic()
+    groups = {name: make_group(name) for name in "ab"}
+    seen: list[tuple[str, int]] = []
+    for group in groups.values():
+        group.start({}, {})
+
+    def counted(name: str) -> list[Any]:
+        def tell(progress: dict[str, Any]) -> None:
+            seen.append((name, progress["done"]))
+
+        return groups[name].call("count", to=3, pause=1.0, on_progress=tell, **site)
+
     with ThreadPoolExecutor() as pool:
-        counting = pool.submit(
-            first.call, "count", to=2, pause=1.0, on_progress=seen.append, **site
-        )
-        other = pool.submit(second.call, "count", to=2, pause=1.0, **site)
-        assert [counting.result(), other.result()] == [[2], [2]]
-    assert time.monotonic() - begin < 3.5
-    assert [p["done"] for p in seen] == [1, 2]
+        assert list(pool.map(counted, groups)) == [[3], [3]]
+    for name in groups:
+        assert [done for told, done in seen if told == name] == [1, 2, 3]
+    # Each begins before the other ends, which a busy machine does not change.
+    assert max(seen.index((name, 1)) for name in groups) < min(
+        seen.index((name, 3)) for name in groups
+    )
 
 
 def test_calls_from_two_callers_take_turns(make_group: MakeGroup, site: Site) -> None:
@@ -308,7 +314,7 @@ def test_an_aborted_call_that_does_not_return_costs_the_group(
     with pytest.raises(WorkerLost, match="cancelled"):
         group.call("sleep", seconds=600, abort=abort, **site)
     assert not group.alive
-    assert gone_within(pids, 10)
+    assert gone_within(pids, 60)
     with pytest.raises(WorkerLost, match="cancelled"):
         group.call("echo", value=1, **site)
 

@@ -87,7 +87,7 @@ def test_a_lost_worker_is_reported_while_the_others_wait_for_it(
     for part in ("'update'", f"rank {victim}", "iteration 3", "'block'"):
         assert part in str(error)
     assert not group.alive
-    assert gone_within(pids, 10)
+    assert gone_within(pids, 60)
 
 
 def test_an_out_of_memory_kill_of_one_rank_is_named(group: Any, fresh: Fresh) -> None:
@@ -96,10 +96,10 @@ def test_an_out_of_memory_kill_of_one_rank_is_named(group: Any, fresh: Fresh) ->
         begin = time.monotonic()
         with pytest.raises(WorkerLost, match="out-of-memory killer") as caught:
             group.call("starve", rank=3, cgroup=str(cgroup), megabytes=256, **SITE)
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 60
         assert caught.value.out_of_memory
         assert (caught.value.rank, caught.value.ended) == (3, -signal.SIGKILL)
-        assert gone_within(pids, 10)
+        assert gone_within(pids, 60)
 
 
 def test_ranks_that_wait_for_ever_end_at_the_deadline(group: Any, fresh: Fresh) -> None:
@@ -108,7 +108,7 @@ def test_ranks_that_wait_for_ever_end_at_the_deadline(group: Any, fresh: Fresh) 
         group.call("block", **{**SITE, "deadline_seconds": 1.0})
     assert "iteration 3" in str(caught.value)
     assert not group.alive
-    assert gone_within(pids, 10)
+    assert gone_within(pids, 60)
 
 
 def test_a_stop_closes_every_rank(group: Any, fresh: Fresh, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_stop_closes_every_rank(group: Any, fresh: Fresh, tmp_path: Path) -> N
     group.stop()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
     assert not group.alive
-    assert gone_within(pids, 1)
+    assert gone_within(pids, 20)
 
 
 def test_a_killed_controller_takes_ranks_along_that_block_in_a_collective(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_killed_controller_takes_ranks_along_that_block_in_a_collective(tmp_pa
         assert all(inspect(pid) is not None for pid in everyone)
         time.sleep(0.3)
         controller.send_signal(signal.SIGKILL)
-        assert gone_within(everyone, 10)
+        assert gone_within(everyone, 60)
     finally:
         controller.kill()
         controller.wait()

@@ -73,7 +73,7 @@ def test_ending_a_tree_is_polite_first_and_sure_at_last() -> None:
         parent.poll()
 
     assert end_processes(living, 0.5, reap)
-    assert 0.4 < time.monotonic() - begin < 15
+    assert 0.4 < time.monotonic() - begin < 60
     assert parent.wait() == -15
     parent.stdout.close()
 

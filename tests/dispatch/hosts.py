@@ -142,7 +142,7 @@ def file_bytes(store: ShardStore, item: Range) -> bytes:
     return (store.directory / item.file).read_bytes()[item.start : item.start + item.length]
 
 
-def soon(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def soon(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether the condition comes true in time."""
     deadline = time.monotonic() + seconds
     while not condition():

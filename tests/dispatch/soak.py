@@ -239,7 +239,7 @@ def control(board: Board, config: RunConfig, parent: int) -> None:
 def _resume(config: RunConfig) -> RunDirectory:
     # A worker that was forked at the moment of the kill has the lock too until the signal that
     # follows its parent's death reaches it.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             return RunDirectory.open(config)

@@ -64,7 +64,7 @@ def produce(hosts: Hosts, shards: Sequence[tuple[str, Sequence[int]]]) -> Manife
 
 
 def release(hosts: Hosts, made: Manifest) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     for entry in made.shards:
         while not hosts.stores[entry.host].release(entry) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -234,7 +234,7 @@ def _fetch_slowly(plan: DispatchPlan, store: ShardStore, transport: _Slow) -> No
 
 
 def _began(path: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.005)

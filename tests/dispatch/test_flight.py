@@ -79,7 +79,7 @@ def test_shards_are_listed_and_read(store: ShardStore) -> None:
 
 
 def _released(store: ShardStore, entry: ShardEntry) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not store.release(entry):
         if time.monotonic() > deadline:
             return False

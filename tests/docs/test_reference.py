@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from docs.site import configuration, gateway_fields
+from docs.site import configuration, gateway_fields, metrics
 from flows import api
 from tests.docs.pages import DOCS
 
@@ -37,6 +37,10 @@ def test_the_page_is_in_step() -> None:
 def test_the_page_of_requests_is_in_step() -> None:
     told = "run `python docs/site/gateway_fields.py`"
     assert gateway_fields.PAGE.read_text() == gateway_fields.page(), told
+
+
+def test_the_page_of_metrics_is_in_step() -> None:
+    assert metrics.PAGE.read_text() == metrics.page(), "run `python docs/site/metrics.py`"
 
 
 def test_the_public_names_are_those_of_the_page() -> None:

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
+from tests.engines.models import prompt_of
 
 _T = TypeVar("_T")
+
+PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((5, 17, 40, 9, 33, 64, 21, 3))]
 
 
 class Driver:
@@ -52,3 +55,11 @@ def request(sequence_id: int, prompt: Sequence[int], **options: Any) -> Generati
     }
     settings.update(options)
     return GenerationRequest(sequence_id=sequence_id, tokens=list(prompt), **settings)
+
+
+def batch(driver: Driver, **options: object) -> list[Completion]:
+    """Answers to all of `PROMPTS`; the sequences are forgotten afterwards."""
+    requests = [request(index, prompt, **options) for index, prompt in enumerate(PROMPTS)]
+    answers = driver.generate(requests)
+    driver.engine.finish(range(len(PROMPTS)))
+    return answers

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.reduction import DupFd
 from typing import Any
 from unittest.mock import patch
 
@@ -19,13 +20,27 @@ _IMPORTED_ONCE = [
 ]
 
 
+class _Streams:
+    """Standard output and error, on their way to another process."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _put_in_place, (DupFd(1), DupFd(2))
+
+
+def _put_in_place(*streams: Any) -> _Streams:
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream.detach(), number)
+    return _Streams()
+
+
 class _EngineProcess(ForkServerProcess):
-    """Its environment is that of who starts it, and not of the process that it is forked from."""
+    """Its environment and its standard streams are those of who starts it, and not of the process
+    that it is forked from."""
 
     def __init__(
         self, *, target: Callable[..., Any], kwargs: Mapping[str, Any], **options: Any
     ) -> None:
-        given = dict(os.environ), target, kwargs
+        given = _Streams(), dict(os.environ), target, kwargs
         super().__init__(target=_run_engine, args=given, **options)
 
 
@@ -34,7 +49,10 @@ class _Context(ForkServerContext):
 
 
 def _run_engine(
-    environment: Mapping[str, str], target: Callable[..., Any], given: Mapping[str, Any]
+    streams: _Streams,
+    environment: Mapping[str, str],
+    target: Callable[..., Any],
+    given: Mapping[str, Any],
 ) -> None:
     from vllm.v1.executor import multiproc_executor
 

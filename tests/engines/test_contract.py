@@ -3,63 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
-from earl_core.algorithms.mismatch import MismatchWatch
-from earl_core.rollout.engines.engine import (
-    Completion,
-)
-from earl_core.rollout.errors import (
-    WeightSyncError,
-)
-from earl_core.rollout.probing import answered
-from earl_core.system.memory import resident_bytes
-from earl_core.trajectory.samples import VersionSpan
-from earl_core.weights.load import manifest_from_directory
-from earl_core.weights.publish import publish
-from tests.engines.driver import Driver, request
-from tests.engines.models import (
-    POSITIONS,
-    VOCABULARY,
-    make,
-    model_logprobs,
-    prompt_of,
-    read,
-    reference_logprobs,
-)
-from tests.engines.probes import probe_of
-from tests.engines.starting import ENGINES, start
-
-PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((5, 17, 40, 9, 33, 64, 21, 3))]
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def driver(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Driver]:
-    directory = tmp_path_factory.mktemp("tied")
-    make("llama_tied", directory)
-    driver = start(request.param, directory, tmp_path_factory.mktemp("rpc"))
-    yield driver
-    driver.close()
-
-
-def _batch(driver: Driver, **options: object) -> list[Completion]:
-    requests = [request(index, prompt, **options) for index, prompt in enumerate(PROMPTS)]
-    answers = driver.generate(requests)
-    driver.engine.finish(range(len(PROMPTS)))
-    return answers
+from earl_core.rollout.engines.engine import Completion
+from tests.engines.driver import PROMPTS, Driver, batch, request
+from tests.engines.models import POSITIONS, VOCABULARY, prompt_of, reference_logprobs
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.9, 0.0])
 def test_logprobs_are_those_of_the_sampled_distribution(driver: Driver, temperature: float) -> None:
-    for prompt, answer in zip(PROMPTS, _batch(driver, temperature=temperature), strict=True):
+    for prompt, answer in zip(PROMPTS, batch(driver, temperature=temperature), strict=True):
         expected = reference_logprobs(driver.directory, prompt, answer.tokens, temperature)
         assert len(answer.tokens) == 12
         np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
@@ -95,9 +51,9 @@ def test_tokens_follow_the_distribution(driver: Driver) -> None:
 
 
 def test_the_draw_depends_on_the_seed_alone(driver: Driver) -> None:
-    batch = _batch(driver)
+    together = batch(driver)
     alone = driver.answer(PROMPTS[3], seed=1003)
-    assert alone.tokens == batch[3].tokens
+    assert alone.tokens == together[3].tokens
     assert driver.answer(PROMPTS[3], seed=1003).tokens == alone.tokens
     assert driver.answer(PROMPTS[3], seed=2**63 - 1).tokens != alone.tokens
 
@@ -115,14 +71,14 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it(driver: Driver) -> None:
 
 def test_what_ends_an_answer_beside_tokens_is_asked_of_each(driver: Driver) -> None:
     """Tokens after the one that ends it are of no answer, also where more were sampled."""
-    free = _batch(driver, max_tokens=20)
+    free = batch(driver, max_tokens=20)
 
     def ends(tokens: Sequence[int], seen: int) -> int | None:
         """The second odd token."""
         odd = [at for at, token in enumerate(tokens) if token % 2]
         return odd[1] + 1 if len(odd) > 1 else None
 
-    ended = _batch(driver, max_tokens=20, ends=ends)
+    ended = batch(driver, max_tokens=20, ends=ends)
     for whole, answer in zip(free, ended, strict=True):
         count = ends(whole.tokens, 0)
         assert answer.tokens == whole.tokens[:count]
@@ -136,7 +92,7 @@ def test_what_ends_an_answer_beside_tokens_is_asked_of_each(driver: Driver) -> N
 
 
 def test_the_most_likely_tokens_are_told_beside_the_sampled_ones(driver: Driver) -> None:
-    plain, answer = _batch(driver), _batch(driver, top=3)
+    plain, answer = batch(driver), batch(driver, top=3)
     for index, prompt in enumerate(PROMPTS[:1]):
         assert answer[index].tokens == plain[index].tokens
         np.testing.assert_allclose(answer[index].logprobs, plain[index].logprobs, atol=1e-4)
@@ -225,7 +181,7 @@ def test_calls_may_overlap(driver: Driver) -> None:
 
     overlapped = driver.run(overlap())
     driver.engine.finish(range(len(PROMPTS)))
-    assert [a.tokens for a in overlapped] == [a.tokens for a in _batch(driver)]
+    assert [a.tokens for a in overlapped] == [a.tokens for a in batch(driver)]
 
 
 def test_the_limit_on_running_answers_changes_while_the_engine_lives(driver: Driver) -> None:
@@ -330,131 +286,3 @@ def test_a_cancelled_caller_leaves_the_engine_usable(driver: Driver) -> None:
 
     driver.run(abandon())
     assert driver.answer(PROMPTS[0]).finish_reason == "length"
-
-
-def test_memory_is_released_and_restored(driver: Driver) -> None:
-    before = _batch(driver)
-    driver.run(driver.engine.release_memory())
-    # vLLM fills its cache, a GiB here, with zeros as it starts.
-    assert all(resident_bytes(pid)[1] < 2**30 for pid in driver.engine.pids())
-    driver.run(driver.engine.restore_memory())
-    if driver.engine.policy_version is None:
-        driver.run(driver.engine.play_under(manifest_from_directory(driver.directory, 0)))
-    assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]
-
-
-def test_updated_weights_are_the_ones_that_answer_there_and_back(
-    driver: Driver, tmp_path: Path
-) -> None:
-    """Turn by turn on kept sequences: nothing of the old weights may survive in a cache."""
-    old = manifest_from_directory(driver.directory, driver.engine.policy_version or 0)
-    model = make("llama_tied", tmp_path / "new", seed=9)
-    new = publish(model.state_dict(), tmp_path / "published", 41, "float32")
-    long = [request(index, PROMPTS[index] * 2) for index in range(3)]
-    driver.generate(long)
-    driver.run(driver.engine.play_under(new))
-    assert driver.engine.policy_version == 41
-    for item, answer in zip(long, driver.generate(long), strict=True):
-        expected = model_logprobs(model, item.tokens, answer.tokens, 0.7)
-        former = reference_logprobs(driver.directory, item.tokens, answer.tokens, 0.7)
-        assert answer.spans == [VersionSpan(41, 0, len(answer.tokens))]
-        np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
-        assert np.abs(np.subtract(former, expected)).mean() > 0.1
-    driver.run(driver.engine.play_under(old))
-    for item, answer in zip(long, driver.generate(long), strict=True):
-        expected = reference_logprobs(driver.directory, item.tokens, answer.tokens, 0.7)
-        np.testing.assert_allclose(answer.logprobs, expected, atol=2e-4)
-    driver.engine.finish(range(3))
-
-
-@pytest.mark.parametrize(
-    "damage", ["bytes", "missing name", "unknown name", "shape", "gone", "other"]
-)
-def test_weights_that_are_not_the_models_are_refused(
-    driver: Driver, damage: str, tmp_path: Path
-) -> None:
-    before, version = _batch(driver), driver.engine.policy_version
-    state = dict(make("llama_tied", tmp_path / "new", seed=9).state_dict())
-    digest = ""
-    if damage == "missing name":
-        del state["model.layers.1.mlp.up_proj.weight"]
-    elif damage == "unknown name":
-        state["model.layers.7.mlp.up_proj.weight"] = torch.zeros(3)
-    elif damage == "shape":
-        state["model.norm.weight"] = torch.ones(64)
-    elif damage == "other":
-        digest = "0" * 32
-    manifest = publish(state, tmp_path / "published", 50, "float32", config_digest=digest)
-    path = Path(manifest.files[0].path)
-    if damage == "bytes":
-        data = bytearray(path.read_bytes())
-        data[-100] ^= 0x40
-        path.write_bytes(data)
-    elif damage == "gone":
-        path.unlink()
-    with pytest.raises(WeightSyncError) as caught:
-        driver.run(driver.engine.play_under(manifest))
-    assert not caught.value.engine_lost
-    assert driver.engine.policy_version == version
-    assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]
-
-
-LONG = [prompt_of(90 + seed, length) for seed, length in enumerate((40, 71, 39))]
-"""Prompts of more than a block of a prefix cache."""
-
-
-def test_a_probe_tells_the_version_that_is_loaded_from_another(
-    driver: Driver, tmp_path: Path
-) -> None:
-    old = manifest_from_directory(driver.directory, driver.engine.policy_version or 0)
-    former, model = read(driver.directory), make("llama_tied", tmp_path / "new", seed=9)
-    new = publish(model.state_dict(), tmp_path / "published", 61, "float32")
-    of_old, of_new = probe_of(former, [*PROMPTS, *LONG]), probe_of(model, [*PROMPTS, *LONG])
-    watch, before = MismatchWatch(float32=True), _batch(driver)
-    right = driver.run(answered(driver.engine, of_old))
-    assert right["probe_mismatch_max"] < 2e-4
-    assert right["probe_other_share"] == 0.0
-    assert watch.unlike(right, 3) is None
-    assert watch.warning(right, 3) is None
-    assert [answer.tokens for answer in _batch(driver)] == [answer.tokens for answer in before]
-    driver.run(driver.engine.play_under(new))
-    assert watch.unlike(driver.run(answered(driver.engine, of_new)), 61) is None
-    found = watch.unlike(driver.run(answered(driver.engine, of_old)), 61)
-    assert found is not None
-    assert "does not answer as policy version 61 does" in found
-    driver.run(driver.engine.play_under(old))
-    # One that is too long for the engine is not asked.
-    assert driver.run(answered(driver.engine, probe_of(former, [prompt_of(1, POSITIONS)])))
-    assert driver.run(answered(driver.engine, ())) == {}
-
-
-def test_a_probe_catches_a_stale_prefix_cache(
-    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if driver.engine.lockstep:
-        pytest.skip("its sequences share no prefixes")
-    old = manifest_from_directory(driver.directory, driver.engine.policy_version or 0)
-    model = make("llama_tied", tmp_path / "new", seed=9)
-    new = publish(model.state_dict(), tmp_path / "published", 62, "float32")
-    driver.generate([request(index, prompt) for index, prompt in enumerate(LONG)])
-    vllm: Any = driver.engine
-    with monkeypatch.context() as broken:
-        pause = vllm._engine.pause_generation
-        broken.setattr(vllm._engine, "reset_prefix_cache", _done)
-        broken.setattr(
-            vllm._engine,
-            "pause_generation",
-            lambda mode, clear_cache: pause(mode=mode, clear_cache=False),
-        )
-        driver.run(driver.engine.play_under(new))
-    found = driver.run(answered(driver.engine, probe_of(model, LONG)))
-    assert MismatchWatch(float32=True).unlike(found, 62) is not None
-    driver.run(driver.engine.play_under(old))
-    driver.run(driver.engine.play_under(new))
-    found = driver.run(answered(driver.engine, probe_of(model, LONG)))
-    assert MismatchWatch(float32=True).unlike(found, 62) is None
-    driver.run(driver.engine.play_under(old))
-
-
-async def _done() -> bool:
-    return True

@@ -19,6 +19,7 @@ from earl_core.selector.choice.policy import select
 from earl_core.selector.profile.observations import Observation, forbidden_of
 from earl_core.system.memory import OutOfMemory
 from tests.engines.driver import Driver, request
+from tests.engines.forked import forked_engines
 from tests.engines.models import POSITIONS, make, prompt_of
 from tests.engines.starting import start
 from tests.selector.examples import given
@@ -151,7 +152,7 @@ def test_vllm_without_room_for_one_sequence_is_out_of_memory(
         )
         driver = Driver(engine, tmp_path / "model")
         try:
-            with pytest.raises(OutOfMemory) as caught:
+            with forked_engines(), pytest.raises(OutOfMemory) as caught:
                 driver.run(engine.start())
         finally:
             driver.close()

@@ -123,7 +123,7 @@ def _kill_and_notice(driver: Driver) -> None:
     started = time.monotonic()
     with pytest.raises(EngineLost, match="fresh"):
         driver.run(killed())
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     with pytest.raises(EngineLost):
         driver.answer([1, 2, 3])
 

@@ -47,7 +47,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def until(condition: Any, seconds: float = 10.0) -> None:
+def until(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from earl_core.environments.hosting.host_archive import write_host_archive
+from earl_core.environments.hosting.pool import write_host_archive
 from earl_core.environments.tools.python import python
 from tests.environments import sandbox_attacks
 

@@ -293,13 +293,16 @@ def test_the_calculator_is_pythons_arithmetic(expression: str) -> None:
     assert calculator(expression) == str(eval(expression))
 
 
-def test_hosts_without_tools_import_no_transformers() -> None:
+def test_hosts_import_no_torch_and_without_tools_no_transformers() -> None:
     code = (
         "import sys, earl_core.environments.hosting.host\n"
-        "print([name for name in ('transformers', 'jsonschema', 'torch') if name in sys.modules])"
+        "from earl_core.environments.tools.functions import load_tool\n"
+        "heavy = 'transformers', 'jsonschema', 'torch'\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+        "print(load_tool('calculator').name, 'torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    assert found.stdout.splitlines() == ["[]", "calculator False"]
 
 
 def test_references_of_a_schema_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,14 +17,7 @@ import pytest
 import yaml
 
 from tests.flows.runs import Runs
-from tests.shared import made_once, session_process
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
+from tests.shared import free_port, made_once, session_process
 
 _SERVED = """
 "$1" -m prefect server start --port "$2" >"$3/server.log" 2>&1 &

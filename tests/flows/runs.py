@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
@@ -100,6 +101,20 @@ class Runs:
         assert process.returncode == expect, output
         return output
 
+    def script(self, text: str, imports: Sequence[str]) -> str:
+        """Run a Python script in `directory` to its end; its output. imports: modules that it
+        needs. Fails where the script does."""
+        name = f"script_{len(self.started)}"
+        (self.directory / f"{name}.py").write_text(text)
+        with self.output_path(len(self.started)).open("w") as output:
+            given = {**self.environment, "PYTHONPATH": str(REPOSITORY)}
+            process = warm.start(name, [], given, self.directory, output.fileno(), imports)
+        self.started.append(process)
+        process.wait(300)
+        printed = self.output_path(len(self.started) - 1).read_text()
+        assert process.returncode == 0, printed
+        return printed
+
     def output_path(self, number: int) -> Path:
         """What the process that was started as number `number` printed."""
         return self.directory / f"output-{number}.txt"
@@ -166,7 +181,7 @@ class Runs:
                 found.append(process)
         return found
 
-    def wait_for_workers_to_end(self, seconds: float = 20.0) -> None:
+    def wait_for_workers_to_end(self, seconds: float = 60.0) -> None:
         """Fail unless every worker process is gone within this time."""
         deadline = time.monotonic() + seconds
         while left := self.workers():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.flows.runs import KILLED, LEARNING, REPOSITORY, Runs
+from tests import warm
+from tests.flows.runs import KILLED, LEARNING, Runs
+from tests.flows.test_debug import DEBUGGING
 
 Undisturbed = Callable[..., Runs]
 
@@ -76,7 +76,7 @@ def test_stopped_in_each_wave_nothing_is_played_twice(runs: Runs, undisturbed: U
     assert state["state"]["prompts_trained"] == prompts[1][-1] + 1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_killed_in_waves(runs: Runs, undisturbed: Undisturbed) -> None:
     """At other places than those where it is stopped."""
     for moment in ("rollout_wave2.seal@0", "reward_wave3.seal@0", "reward_wave1.after@1"):
@@ -150,27 +150,18 @@ def test_stages_of_waves_are_repeated_by_themselves(runs: Runs) -> None:
     """Rewards of the waves that were played; a rollout, with the rewards that decide how many."""
     (ending,) = runs.train_here({"overrides": REPLACING, "fault": "stable.before@0=raise"})
     assert ending is not None
-    script = "from flows.cli.debugging import debug\n"
+    script = DEBUGGING
     for stage in ("reward", "rollout", "advantage"):
         arguments = f"{str(runs.run())!r}, {stage!r}, 0, 1, None, [], 'runs'"
         script += f"debug({arguments})\nprint('----')\n"
-    kept = {k: v for k, v in runs.environment.items() if not k.startswith("PREFECT_")}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=runs.directory,
-        env={**kept, "PYTHONPATH": str(REPOSITORY), "NO_COLOR": "1", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rewards, rollout, advantage, _ = done.stdout.split("----")
+    printed = runs.script(script, warm.ALL)
+    rewards, rollout, advantage, _ = printed.split("----")
     waves = [f"reward_wave{n}" for n in (1, 2, 3)]
     assert [line.split()[-1] for line in rewards.splitlines() if "iteration 0:" in line] == [
         *waves, "reward",
     ]  # fmt: skip
     assert [name in rollout for name in ("rollout_wave3", "reward_wave3")] == [True, True]
-    assert "wave" not in advantage
+    assert "wave" not in advantage.partition("iteration 0:")[2]
     for text in (rewards, rollout, advantage):
         # Metric, sealed, now, difference: none.
         rows = [line.split() for line in text.splitlines() if "groups_alike" in line]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from nbclient import NotebookClient
 
 from earl_core.run.lock import is_locked
 from flows.api import Run
+from tests import warm
 from tests.flows.runs import REPOSITORY, Runs
 
 pytestmark = pytest.mark.slow
@@ -75,17 +74,8 @@ def test_settings_arrive_as_they_were_given() -> None:
 
 
 def test_runs_in_a_script(runs: Runs) -> None:
-    script = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(config=str(runs.config))],
-        cwd=runs.directory,
-        env={**runs.environment, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    output = script.stdout
-    assert script.returncode == 0, output
+    script = _SCRIPT.format(config=str(runs.config))
+    output = runs.script(script, warm.CONTROLLER)
     assert re.search(r"agent: .*\n(.*\n)*\w+, return [-+]", output), output
     assert "<iteration 0 of second, return" in output
     assert "has no whole checkpoint 7" in output
@@ -119,7 +109,7 @@ def test_the_notebook(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(output.get("text", "") for output in outputs)
     assert "<iteration 1 of tictactoe_notebook, return" in text
     assert re.search(r"\d%   [\d.]+% to [\d.]+%", text)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while is_locked(runs.directory / "runs" / "tictactoe_notebook"):
         assert time.monotonic() < deadline
         time.sleep(0.1)

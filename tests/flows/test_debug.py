@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from earl_core.config import ConfigError
 from earl_core.dispatch import read_manifest
 from flows.cli.debugging import debug
+from tests import warm
 from tests.flows.runs import REPOSITORY, Runs
 
 _GAME = """
@@ -40,6 +40,15 @@ class Stopping:
 
 seen = []
 """
+
+
+DEBUGGING = """
+import os
+
+os.environ |= {"NO_COLOR": "1", "COLUMNS": "200"}
+from flows.cli.debugging import debug
+"""
+"""The beginning of a script that repeats stages."""
 
 
 def _digests(directory: Path) -> dict[str, str]:
@@ -97,30 +106,22 @@ def test_a_stage_repeated_gives_what_was_sealed_and_leaves_the_run_alone(runs: R
     assert ending is not None
     before, memory = _digests(runs.run()), _digests(runs.directory / "shm")
     assert memory
-    script = "from flows.cli.debugging import debug\n"
+    script = DEBUGGING
     for iteration in (0, 1):
         arguments = f"'update', {iteration}, 1, None, [], 'runs'"
         script += f"debug({str(runs.run())!r}, {arguments})\nprint('----')\n"
     # What cannot be repeated leaves no copies of shards either.
     script += f"try:\n    debug({str(runs.run())!r}, 'publish', 1, 1, None, [], 'runs')\n"
     script += "except Exception as error:\n    print(error)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=runs.directory,
-        env=_environment(runs),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    for iteration, text in zip((0, 1), done.stdout.split("----"), strict=False):
+    printed = runs.script(script, warm.ALL)
+    for iteration, text in zip((0, 1), printed.split("----"), strict=False):
         sealed = read_manifest(runs.run() / "iterations" / f"{iteration:06d}" / "update.json")
         assert sealed.metrics["grad_norm"] > 0
         assert ("are gone from shared memory" in text) == (iteration == 0), text
         for name in ("loss", "grad_norm"):
             (row,) = re.findall(rf"^{name} +(\S+) +(\S+) *(\S*) *$", text, re.MULTILINE)
             assert row == (f"{sealed.metrics[name]:.8g}", f"{sealed.metrics[name]:.8g}", ""), text
-    assert "--stage takes one of rollout, demonstrate, reward" in done.stdout
+    assert "--stage takes one of rollout, demonstrate, reward" in printed
     assert _digests(runs.run()) == before
     assert _digests(runs.directory / "shm") == memory
 

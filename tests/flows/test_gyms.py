@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from earl_core.environments.hosting.host_archive import write_host_archive
-from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool, write_host_archive
 from tests.environments.test_tools import in_pool
 from tests.flows.runs import LEARNING, Runs
 from tests.foreign import foreign_python
@@ -228,7 +227,7 @@ def test_they_train(python: str, runs: Runs) -> None:
     sums = {"name": "reasoning_gym", "options": {"dataset": "chain_sum", "level": 0}}
     environments = [{**each, "python": python} for each in (digits, sums)]
     mixture = ("environment=null", f"environments={json.dumps(environments)}")
-    runs.train(*LEARNING, "iterations=3", *mixture, "curriculum={}")
+    runs.train(*LEARNING, "iterations=2", *mixture, "curriculum={}")
     runs.assert_learnt()
     for line in runs.metrics():
         assert line["rollout/episodes_failed"] == 0.0

@@ -13,7 +13,7 @@ from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.control.run_controller import close_controller, open_controller
 from earl_core.models.tiny import legal_play
 from tasks.tracking.tracker import Tracker
-from tests.flows.runs import KILLED, Runs
+from tests.flows.runs import Runs
 from tests.flows.test_refused_runs import config_in
 from tests.flows.test_resume import ONCE
 from tests.learnt import assert_learnt, weights_in
@@ -45,15 +45,20 @@ def test_killed_while_it_imitates_a_run_ends_with_the_same_bits(runs: Runs) -> N
     chats = scripted(runs.directory / "chats.jsonl", 20)
     told = {"data": str(chats), "iterations": 2, "learning_rate": 3e-3}
     imitating = (*IMITATING, f"imitation={json.dumps(told)}")
-    steps = ({"overrides": [*imitating, f"name={name}", f"seed={seed}"]} for seed, name in _SEEDS)
-    assert runs.train_here(*steps) == [None, None]
     # In the middle of the stage, at its end, and between the steps of its update.
     assert "demonstrate" in runs.train(*imitating, ONCE, fault="demonstrate.read@1=kill", expect=1)
-    runs.train(*imitating, fault="demonstrate.seal@1=kill", expect=KILLED)
-    assert "update" in runs.train(*imitating, ONCE, fault="update.step0@1=kill", expect=1)
-    # The first update that plays, whose optimizer is fresh.
-    assert "update" in runs.train(*imitating, ONCE, fault="update.step0@2=kill", expect=1)
-    runs.train(*imitating)
+    runs.wait_for_workers_to_end()
+    whole, other, *cut, last = runs.train_here(
+        {"overrides": [*imitating, "name=whole"]},
+        {"overrides": [*imitating, "name=other", "seed=1"]},
+        {"overrides": imitating, "fault": "demonstrate.seal@1=raise"},
+        {"overrides": imitating, "fault": "update.step0@1=raise"},
+        # The first update that plays, whose optimizer is fresh.
+        {"overrides": imitating, "fault": "update.step0@2=raise"},
+        {"overrides": imitating},
+    )
+    assert whole is other is last is None
+    assert all("injected failure" in str(ending) for ending in cut)
     runs.assert_learnt(than="other")
     for iteration in range(3):
         assert runs.weights(iteration) == runs.weights(iteration, "whole")
@@ -71,9 +76,6 @@ def test_killed_while_it_imitates_a_run_ends_with_the_same_bits(runs: Runs) -> N
     episodes = pq.read_table(runs.run() / "iterations/000002/episodes.parquet")
     assert min(episodes["prompt_id"].to_pylist()) == 0
     assert json.loads((runs.run() / "checkpoints/000002/state.json").read_text())
-
-
-_SEEDS = ((0, "whole"), (1, "other"))
 
 
 @pytest.mark.slow

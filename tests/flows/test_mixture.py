@@ -41,7 +41,6 @@ SUITES = (
 def test_a_mixture_with_a_curriculum_resumes_bit_for_bit(runs: Runs) -> None:
     whole = runs.train_here({"overrides": [*MIXED, "name=whole"]})
     assert whole == [None]
-    runs.train(*MIXED, *SUITES, fault="rollout.seal@1=kill", expect=KILLED)
     runs.train(*MIXED, *SUITES, fault="update.after@1=kill", expect=KILLED)
     runs.train(*MIXED, *SUITES)
     runs.assert_learnt()

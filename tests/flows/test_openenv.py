@@ -18,9 +18,9 @@ import pytest
 
 from earl_core.environments.base import EnvironmentFailed
 from earl_core.environments.hosting.pool import EnvironmentPool
-from tests.flows.conftest import free_port
 from tests.flows.runs import LEARNING, REPOSITORY, Runs
 from tests.foreign import foreign_python
+from tests.shared import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -52,17 +52,19 @@ VALUES = {
 """What a resume may change, by the stage whose key or work it is in; two values each, in turn."""
 
 SOME = (
-    ("update.after", "rollout"),
     ("update.seal", "advantage"),
     ("publish.after", "update"),
     ("stable.before", "reference"),
-    ("stable.after", "environment"),
     # The last, because a change after it would reach back to the last STABLE checkpoint, and the
     # power loss leaves one that the calm run has not.
     ("update.after", "sparse"),
 )
 MANY = (
-    *(("update.after", stage) for stage in ("update", "publish", "checkpoint", "select")),
+    *(
+        ("update.after", stage)
+        for stage in ("update", "publish", "checkpoint", "select", "rollout")
+    ),
+    ("stable.after", "environment"),
     *tuple(itertools.product(POINTS, [stage for stage in CHANGES if stage != "sparse"]))[::7],
 )
 """Pairs beside those of `SOME`, and every seventh of all: every point and change is in it."""

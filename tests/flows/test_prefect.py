@@ -118,8 +118,10 @@ class Submitted:
         raise AssertionError((self.message(), self.logs()))
 
     def logs(self) -> str:
+        """The last lines of all attempts."""
         chosen = {"logs": {"flow_run_id": {"any_": [self.id]}}, "limit": 200}
-        return "\n".join(line["message"] for line in ask(self._runs, "logs/filter", chosen))
+        found = ask(self._runs, "logs/filter", {**chosen, "sort": "TIMESTAMP_DESC"})
+        return "\n".join(line["message"] for line in reversed(found))
 
     def pages(self) -> list[dict[str, Any]]:
         chosen = {"artifacts": {"flow_run_id": {"any_": [self.id]}}}
@@ -138,13 +140,12 @@ def test_flow_runs_queue_are_cancelled_and_retried_from_the_server(
 ) -> None:
     (tmp_path / "once").mkdir()
     fault = {
-        "EARL_FAULT": "update.step0@1=kill;update.step0@3=hang",
+        "EARL_FAULT": "update.step0@1=kill;update.step0@2=hang",
         "EARL_FAULT_ONCE": str(tmp_path / "once"),
     }
     with worker(runs, tmp_path / "project", **fault):
         _training_fails_with_a_sentence_and_is_retried(runs)
-        _iteration_waits_for_its_run(runs)
-        _iteration_is_cancelled_and_retried(runs)
+        _iteration_waits_for_its_run_is_cancelled_and_retried(runs)
     assert "Traceback" not in (tmp_path / "project" / "worker.log").read_text()
 
 
@@ -171,9 +172,9 @@ def _training_fails_with_a_sentence_and_is_retried(runs: Runs) -> None:
     ] * 3
 
 
-def _iteration_waits_for_its_run(runs: Runs) -> None:
+def _iteration_waits_for_its_run_is_cancelled_and_retried(runs: Runs) -> None:
     config = runs.run() / "config.yaml"
-    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "iterations": 4}))
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "iterations": 3}))
     lock = RunLock(runs.run())
     try:
         flow_run = Submitted(runs, "iteration", run=str(runs.run()))
@@ -182,7 +183,17 @@ def _iteration_waits_for_its_run(runs: Runs) -> None:
         assert flow_run.seen()["state_type"] == "RUNNING"
     finally:
         lock.release()
-    flow_run.until("Completed")
+    until((runs.directory / "once" / "update.step0@2").exists, 240, flow_run.logs)
+    flow_run.set_state("CANCELLING", "Cancelling")
+    runs.wait_for_workers_to_end(60)
+    flow_run.until("Cancelled")
+    flow_run.wait_for_process()
+    flow_run.retry()
+    states = flow_run.stages()
+    done = ("select", "rollout", "reward", "advantage")
+    assert {states[f"{stage} 2"] for stage in done} == {"Cached"}
+    assert states["update 2"] == "Completed"
+    assert runs.executed("sealed").count((2, "rollout")) == 1
     assert flow_run.seen()["name"] == "run 2"
     assert set(flow_run.seen()["tags"]) == {"earl", "run", "iteration"}
     assert "iteration 2: return" in flow_run.logs()
@@ -190,23 +201,12 @@ def _iteration_waits_for_its_run(runs: Runs) -> None:
     pages = {page["key"]: page["data"] for page in flow_run.pages()}
     assert set(pages) == {"run-plan", "run-curve", "run-episodes"}
     assert "data:image/svg+xml;base64," in pages["run-curve"]
-    # The form offers the run.
+    _form_offers(runs)
+
+
+def _form_offers(runs: Runs) -> None:
+    """The run."""
     form = ask(runs, "deployments/name/iteration/iteration")
     assert form["parameters"]["run"] == str(runs.run())
     choices = form["parameter_openapi_schema"]["properties"]["run"]["anyOf"]
     assert str(runs.run()) in choices[0]["enum"]
-
-
-def _iteration_is_cancelled_and_retried(runs: Runs) -> None:
-    flow_run = Submitted(runs, "iteration", run=str(runs.run()))
-    until((runs.directory / "once" / "update.step0@3").exists, 240, flow_run.logs)
-    flow_run.set_state("CANCELLING", "Cancelling")
-    runs.wait_for_workers_to_end(15)
-    flow_run.until("Cancelled", seconds=90)
-    flow_run.wait_for_process()
-    flow_run.retry()
-    states = flow_run.stages()
-    done = ("select", "rollout", "reward", "advantage")
-    assert {states[f"{stage} 3"] for stage in done} == {"Cached"}
-    assert states["update 3"] == "Completed"
-    assert runs.executed("sealed").count((3, "rollout")) == 1

@@ -138,7 +138,7 @@ def test_an_interrupted_profile_ends_cleanly_and_keeps_what_it_has(profiles: Pro
     process = profiles.start()
     profiles.wait_for(lambda: bool(profiles.table().points), process)
     process.send_signal(signal.SIGINT)
-    code = process.wait(30)
+    code = process.wait(120)
     assert code == 128 + signal.SIGINT, profiles.output()
     assert "What was measured is kept" in profiles.output()
     assert profiles.table().points

@@ -164,12 +164,12 @@ def test_an_interrupt_while_groups_start_ends_them(
     with pytest.raises(Cancelled):
         groups.get(*UPDATE)
     assert_nothing_left(groups, pids)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 def started(groups: WorkerGroups) -> list[int]:
     """Processes of a rank that is being started: the supervisors that this process has."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = [p for p in psutil.Process().children(recursive=True) if _is_rank(p)]
         if found:

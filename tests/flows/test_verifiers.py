@@ -150,7 +150,7 @@ def test_it_trains(python: str, runs: Runs) -> None:
     options = {"env": DUEL, "seats": ["first"]}
     runs.train(
         *LEARNING,
-        "iterations=3",
+        "iterations=2",
         "rollout.prompts_per_iteration=4",
         "environment.name=",
         "environment.agent=verifiers",

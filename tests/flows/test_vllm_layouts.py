@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -14,7 +12,8 @@ import psutil
 import pytest
 
 from earl_core.deployment.stage_deployment import StageDeployment
-from tests.flows.runs import REPOSITORY, Runs
+from earl_core.models.tiny import build
+from tests.flows.runs import Runs
 from tests.flows.test_replicas import (
     GROUP,
     PROMPTS,
@@ -37,14 +36,8 @@ VLLM = ("rollout.engine=vllm", "rollout.vllm.kv_cache_gib=1", "rollout.max_model
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four heads of 32, a size that vLLM's attention has."""
     path = tmp_path_factory.mktemp("models") / "even"
-    script = (
-        "import pathlib, sys\n"
-        "from earl_core.models.tiny import build\n"
-        "game = {'name': 'tic_tac_toe', 'options': {'style': 'compact'}}\n"
-        "build(pathlib.Path(sys.argv[1]), environments=[game], hidden=128, layers=2, "
-        "warm_start_steps=5)\n"
-    )
-    subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=REPOSITORY)
+    game = {"name": "tic_tac_toe", "options": {"style": "compact"}}
+    build(path, environments=[game], hidden=128, layers=2, warm_start_steps=5)
     return path
 
 

@@ -160,10 +160,10 @@ def test_a_larger_teacher_scores_what_the_policy_played(story: Runs, tmp_path: P
     assert read_record(story.run("taught"))["references"][str(larger)]["path"] == str(larger)
 
 
-@pytest.mark.slow
-def test_a_pupil_comes_to_its_teacher_without_a_reward(story: Runs, tmp_path: Path) -> None:
+@pytest.mark.campaign
+def test_a_pupil_comes_to_its_teacher_without_a_reward(runs: Runs, tmp_path: Path) -> None:
     pupil = tmp_path / "pupil"
-    save_larger(story.model, pupil)
+    save_larger(runs.model, pupil)
     overrides = (
         "name=pupil",
         f"model.path={pupil}",
@@ -173,11 +173,11 @@ def test_a_pupil_comes_to_its_teacher_without_a_reward(story: Runs, tmp_path: Pa
         "update.learning_rate=5e-3",
         "reward.environment_weight=0",
         "algorithm.kl={placement: loss, estimator: k2, coefficient: 1}",
-        f"algorithm.kl.reference={story.model}",
+        f"algorithm.kl.reference={runs.model}",
         "checkpoint.every=16",
     )
-    assert story.train_here({"overrides": overrides}) == [None]
-    lines = story.metrics("pupil")
+    assert runs.train_here({"overrides": overrides}) == [None]
+    lines = runs.metrics("pupil")
     assert {line["reward/mean"] for line in lines} == {0.0}
     divergences = [line["update/reference_kl"] for line in lines]
     assert divergences[-1] < divergences[0] / 5, divergences

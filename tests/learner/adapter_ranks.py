@@ -17,9 +17,9 @@ from earl_core.learner.reshard import reshard
 from earl_core.learner.state.checkpoint import write_training_state
 from earl_core.tensors.slices import local_part, slices_of
 from earl_core.weights.publish import publish
-from tests.learner import mesh_ranks
 from tests.learner.cuts import meshes
-from tests.learner.mesh_ranks import ADAPTERS, Case, differences
+from tests.learner.mesh_cases import ADAPTERS, Case, model
+from tests.learner.mesh_ranks import compute_alone, differences
 from tests.learnt import assert_learnt
 
 MIXED = Case(
@@ -34,8 +34,8 @@ def prepare(scratch: Path) -> None:
     from tests.learner.helpers import save_model
 
     for kind in ("llama", "qwen2"):
-        save_model(mesh_ranks.model(kind), scratch / kind)
-    mesh_ranks.compute_alone(scratch, ADAPTERS)
+        save_model(model(kind), scratch / kind)
+    compute_alone(scratch, ADAPTERS)
     learner = ADAPTERS["all_linear"].learner(scratch)
     samples = ADAPTERS["all_linear"].dealt_to(learner.mesh)
     before = {name: each.clone() for name, each in learner.parallel.published.items()}
@@ -55,13 +55,23 @@ def published(learner: PolicyLearner, directory: Path, version: int) -> str:
 
 
 def compare(scratch: Path) -> dict[str, float]:
+    """Every mesh of the world."""
+    return _compare(scratch, meshes(int(os.environ["WORLD_SIZE"])))
+
+
+def compare_pairs(scratch: Path) -> dict[str, float]:
+    """Two tensor ranks beside two ranks of each other axis."""
+    every = meshes(int(os.environ["WORLD_SIZE"]))
+    return _compare(scratch, [each for each in every if each.tensor_parallel == 2])
+
+
+def _compare(scratch: Path, shapes: list[StageDeployment]) -> dict[str, float]:
     """{"mesh case kind": difference from one process}; a state goes to the next mesh.
 
     Four ranks are slow on two cores: all that meshes of two have shown is looked at once.
     """
     torch.set_num_threads(1)
     found: dict[str, float] = {}
-    shapes = meshes(int(os.environ["WORLD_SIZE"]))
     for number, shape in enumerate(shapes):
         mesh = create_mesh(shape)
         every = shape.ranks == 2 or (shape.tensor_parallel == 2 and shape.shard == 2)

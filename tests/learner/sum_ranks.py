@@ -16,7 +16,7 @@ from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import ALONE, UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import parallelize
 from earl_core.tensors.slices import local_part
-from tests.learner.mesh_ranks import model
+from tests.learner.mesh_cases import model
 
 TOKENS, HEADS, DIM = 1501, 4, 16
 RANKS = 4

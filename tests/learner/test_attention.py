@@ -133,7 +133,7 @@ print(peak() - before)
     "lengths",
     [
         "[3000, 2000, 700] + [512] * 4 + [70] * 20 + [100 + n % 29 for n in range(63)]",
-        pytest.param("[16384]", marks=pytest.mark.slow),
+        pytest.param("[16384]", marks=pytest.mark.campaign),
     ],
 )
 def test_a_16k_pack_needs_no_square_mask(lengths: str) -> None:

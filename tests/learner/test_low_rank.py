@@ -143,11 +143,20 @@ def test_what_peft_trained_goes_on_as_a_whole_model_of_base_and_product_would(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "shapes"), [(2, 4), (4, 10)])
-def test_adapters_on_every_mesh_equal_one_process(ranks: int, shapes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "ranks", "shapes"),
+    [
+        ("compare", 2, 4),
+        ("compare_pairs", 4, 3),
+        pytest.param("compare", 4, 10, marks=pytest.mark.campaign),
+    ],
+)
+def test_adapters_on_every_mesh_equal_one_process(
+    function: str, ranks: int, shapes: int, tmp_path: Path
+) -> None:
     adapter_ranks.prepare(tmp_path)
     scratch = tmp_path / "ranks"
-    found = launch("tests.learner.adapter_ranks", "compare", ranks, scratch, timeout_seconds=900)
+    found = launch("tests.learner.adapter_ranks", function, ranks, scratch, timeout_seconds=900)
     for rank, differences in enumerate(found):
         assert len({name.partition(")")[0] for name in differences}) == shapes
         worst = {

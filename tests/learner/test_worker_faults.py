@@ -117,11 +117,19 @@ POINTS = {
     "save": "update.save",
     "publish": "publish.write",
 }
+ELSEWHERE = ("forward", "publish")
+"""Where another rank is stopped in the test below, and one of a whole run is killed."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("point", "rank"), [(point, n % 2) for n, point in enumerate(POINTS.values())], ids=POINTS
+    ("point", "rank"),
+    [
+        pytest.param(
+            *(point, n % 2), id=name, marks=[pytest.mark.campaign] if name in ELSEWHERE else []
+        )
+        for n, (name, point) in enumerate(POINTS.items())
+    ],
 )
 def test_a_killed_rank(
     point: str,
@@ -139,7 +147,7 @@ def test_a_killed_rank(
     for part in (f"rank {rank}", "stage 'update' of iteration 0", "SIGKILL", "its log"):
         assert part in str(error)
     assert not group.alive
-    assert gone_within(pids, 10)
+    assert gone_within(pids, 60)
     assert_ready_again(group, recorded, given, digest)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from earl_core.learner.likeliest import likeliest
+from earl_core.learner.model import likeliest
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.token_logprobs import HeadScore

@@ -20,7 +20,7 @@ from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.tensors.slices import local_part, slices_of
 from tests.learner.cuts import meshes
 from tests.learner.helpers import random_samples, save_model
-from tests.learner.mesh_ranks import model
+from tests.learner.mesh_cases import model
 from tests.learner.test_policy_learner import make_learner
 
 ALIKE = (0, 1, 3, 4)

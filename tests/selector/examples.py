@@ -7,10 +7,14 @@ from typing import Any
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.update import UpdateConfig
+from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import cluster
+
+GIB = 2**30
 
 
 def given(
@@ -49,3 +53,15 @@ def given(
 def bare(deployment: StageDeployment) -> StageDeployment:
     """Without the context that engines are built for, as candidates are."""
     return deployment._replace(max_model_len=0)
+
+
+def host(memory: float, context: float = 500.0, **fields: Any) -> SelectionInput:
+    """SmolLM2 on four cores; memory: GiB."""
+    machine = Hardware(cpu_cores=4, memory_bytes=int(memory * GIB))
+    rollout = {"engine": "torch", "max_model_len": 2048, **fields.pop("rollout", {})}
+    base = {"model": "smollm2-135m", "hardware": machine, "episodes": 64, "rollout": rollout}
+    return given(context, **{**base, **fields})
+
+
+def chosen(item: SelectionInput, stage: str = "update") -> StageDeployment:
+    return bare(select(item)[stage])

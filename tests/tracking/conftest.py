@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,11 +24,12 @@ from earl_core.run.episodes import write_episodes
 from earl_core.trajectory.samples import Episode
 from tasks.tracking.tracker import Tracker
 from tests.kept import game, seal_episodes
+from tests.shared import free_port
 
 HARDWARE = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
     limit = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > limit:
@@ -41,12 +41,6 @@ def until(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """Whatever a person would be shown, by anyone."""
     return [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from earl_core.deployment.stages import STAGES
 from earl_core.run.episodes import read_episodes
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan
+from tasks.tracking.tracker import Tracker
 from tests.kept import game
 from tests.tracking.conftest import Runs, evaluate, finish, history, plan, until, warnings_in
 
@@ -66,20 +67,10 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert history(uri, tracker.run_id, "entropy") == {0: 1.5, 1: 1.5, 2: 1.5}
     assert history(uri, tracker.run_id, "nothing") == {}
     assert history(uri, tracker.run_id, "1_learning/win_rate_held_out") == {3: 0.5}
-    table = json.loads(artifact(client, tracker.run_id, "evaluation/results.json"))
-    assert [row[:2] for row in table["data"]] == [[0, "sums"], [3, "held-out"], [3, "sums"]]
-    # Their order depends on when the tracker woke.
-    logged = json.loads(tags["mlflow.loggedArtifacts"])
-    assert sorted(table["path"] for table in logged) == ["evaluation/results.json", "metrics.json"]
-    assert {table["type"] for table in logged} == {"table"}
-    meanings = json.loads(artifact(client, tracker.run_id, "metrics.json"))
-    assert ["1_learning/return", ""] in [row[:2] for row in meanings["data"]]
+    assert_stored(client, tracker, tags)
     (played,) = found.inputs.dataset_inputs
     assert played.dataset.name == "tictactoe"
     assert json.loads(played.dataset.source)["options"] == {}
-    assert yaml.safe_load(artifact(client, tracker.run_id, "config.yaml"))["name"] == "first"
-    assert json.loads(artifact(client, tracker.run_id, "plans/000000.json")) == plan()
-    assert client.list_artifacts(tracker.run_id, "plans")[1:] == []
     assert run.record["tracking"] == {
         "uri": uri,
         "run_id": tracker.run_id,
@@ -90,6 +81,21 @@ def test_a_run_is_whole_in_mlflow(runs: Runs, caplog: pytest.LogCaptureFixture) 
     assert not warnings_in(caplog)
     assert tracker.dropped == 0
     assert tracker.waiting == 0
+
+
+def assert_stored(client: MlflowClient, tracker: Tracker, tags: dict[str, str]) -> None:
+    """Tables, configuration and plans of the run."""
+    table = json.loads(artifact(client, tracker.run_id, "evaluation/results.json"))
+    assert [row[:2] for row in table["data"]] == [[0, "sums"], [3, "held-out"], [3, "sums"]]
+    # Their order depends on when the tracker woke.
+    logged = json.loads(tags["mlflow.loggedArtifacts"])
+    assert sorted(table["path"] for table in logged) == ["evaluation/results.json", "metrics.json"]
+    assert {table["type"] for table in logged} == {"table"}
+    meanings = json.loads(artifact(client, tracker.run_id, "metrics.json"))
+    assert ["1_learning/return", ""] in [row[:2] for row in meanings["data"]]
+    assert yaml.safe_load(artifact(client, tracker.run_id, "config.yaml"))["name"] == "first"
+    assert json.loads(artifact(client, tracker.run_id, "plans/000000.json")) == plan()
+    assert client.list_artifacts(tracker.run_id, "plans")[1:] == []
 
 
 def test_a_plan_is_stored_when_its_layouts_change_and_its_reasons_always(runs: Runs) -> None:

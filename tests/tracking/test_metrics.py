@@ -10,14 +10,9 @@ from pathlib import Path
 import pytest
 
 from tasks.tracking.metric_catalogue import CATALOGUE, described, entry_of, for_mlflow, mlflow_name
-from tasks.tracking.metrics_page import PATH, metrics_page
 from tasks.tracking.system_metrics import SystemMonitor, system_samples
 from tests.nvml import ERRORS, H100, Machine, install
 from tests.tracking.conftest import Runs, finish, history, until
-
-
-def test_the_page_is_that_of_the_catalogue() -> None:
-    assert PATH.read_text() == metrics_page(), "run python -m tasks.tracking.metrics_page"
 
 
 def test_every_name_is_there_once_and_reachable() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from tests.shared import free_port
 from tests.tracking.conftest import (
     Runs,
     Server,
     finish,
-    free_port,
     history,
     learn,
     until,
@@ -105,12 +105,12 @@ def test_dead_at_start(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
     started = time.monotonic()
     tracker = runs.tracker(run, retry_seconds=0.5)
     finish(run, tracker, 0)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 4.0
     assert until(lambda: tracker.failing)
     for iteration in range(1, 4):
         finish(run, tracker, iteration)
         time.sleep(0.8)
-    assert seconds_of(tracker.close) < 2.0
+    assert seconds_of(tracker.close) < 4.0
     assert tracker.run_id is None
     (warning,) = warnings_in(caplog)
     assert warning.name == "earl.tracking"
@@ -141,14 +141,14 @@ def test_hanging_later_then_back(
     server.pause()
     try:
         for iteration in range(1, 4):
-            assert seconds_of(finish, run, tracker, iteration) < 2.0
-        assert until(lambda: tracker.failing, 12)
+            assert seconds_of(finish, run, tracker, iteration) < 4.0
+        assert until(lambda: tracker.failing, 60)
         assert len(warnings_in(caplog)) == 1
         # Written while nothing was listening, by nobody's queue.
         run.append_metrics(4, {"rollout/return/mean": 0.4})
     finally:
         server.go_on()
-    assert until(lambda: not tracker.failing and not tracker.waiting, 30)
+    assert until(lambda: not tracker.failing and not tracker.waiting, 60)
     finish(run, tracker, 5)
     tracker.close()
     assert history(server.uri, tracker.run_id) == {step: step / 10 for step in range(6)}
@@ -170,7 +170,7 @@ def test_dead_later_then_another_attempt_completes_it(
         finish(run, tracker, 1)
         assert until(lambda: tracker.failing)
         finish(run, tracker, 2)
-        assert seconds_of(tracker.close) < 2.0
+        assert seconds_of(tracker.close) < 4.0
         assert len(warnings_in(caplog)) == 1
     finally:
         server.start()
@@ -196,9 +196,9 @@ def test_a_server_that_flaps_gets_every_step_once(
         if iteration % 10 == 5:
             server.pause()
         if iteration % 10 == 9:
-            assert until(lambda: tracker.failing, 20)
+            assert until(lambda: tracker.failing, 60)
             server.go_on()
-            assert until(lambda: not tracker.failing and not tracker.waiting, 30)
+            assert until(lambda: not tracker.failing and not tracker.waiting, 60)
     tracker.close()
     assert sorted(history(server.uri, tracker.run_id)) == list(range(40))
     assert len(warnings_in(caplog)) == 1

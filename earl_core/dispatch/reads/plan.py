@@ -14,8 +14,7 @@ bound, the rest to the least loaded replica anywhere. Exchanges between the most
 loaded replica repair the balance where it is over the bound. It is never worse than the bound or
 plain longest-processing-time-first, whichever is higher. Ties go to the lower item and the lower
 replica. A low bound costs bytes between hosts, a high one lets replicas wait for the most loaded:
-where it is known how many bytes a link carries meanwhile, the bound is the one that costs least
-time.
+where it is known how many bytes a link carries meanwhile, it is the one that costs least time.
 
 A worked example: four rows of 5, 3, 4 and 4 tokens, the first two in a shard on host oak, the
 others in one on elm, and two consumers, rank 0 on oak and rank 1 on elm. At a cost of 1 a token
@@ -73,9 +72,7 @@ def assign(
 
 def imbalance(cost: np.ndarray, owner: np.ndarray, part: np.ndarray, replicas: int) -> float:
     """Return the load of the most loaded replica above the mean, as a share of the mean; 0 is even.
-
-    part: int64 per item, from 0; after each part the replicas wait for the most loaded.
-    """
+    part: int64 per item, from 0; after each part the replicas wait for the most loaded."""
     parts = int(part.max(initial=0)) + 1
     loads = np.bincount(part * replicas + owner, weights=cost, minlength=parts * replicas)
     dearest = float(loads.reshape(parts, replicas).max(axis=1).sum())

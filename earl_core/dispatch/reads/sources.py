@@ -248,8 +248,7 @@ def _refuse_other_columns(parts: Sequence[Sources]) -> None:
 def _columns_of_all(
     parts: Sequence[Sources], renumbered: Sequence[np.ndarray]
 ) -> dict[str, ColumnSource]:
-    """The columns of the parts, one after another. renumbered: the new number of each shard of a
-    part."""
+    """The columns of the parts, in order. renumbered: the new number of each shard of a part."""
     manifests: dict[tuple[int, ...], int] = {}
     shards: dict[int, np.ndarray] = {}
     columns = {}

@@ -23,8 +23,7 @@ _SCHEMA = pa.schema(
 )
 _BYTES = 16 * 2**20
 _ROUNDS = 3
-"""Rounds of a measurement. In the first one both sides connect, and touch their memory for the
-first time."""
+"""Rounds of a measurement. In the first both sides connect, and first touch their memory."""
 
 
 def publish_probe(store: ShardStore) -> ShardEntry:

@@ -34,12 +34,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        host: str,
-        address: tuple[str, int],
-        token: str,
-        deadline: float,
-        stall_seconds: float,
+        self, host: str, address: tuple[str, int], token: str, deadline: float, stall_seconds: float
     ) -> None:
         self.host = host
         self.asked: deque[Question] = deque()

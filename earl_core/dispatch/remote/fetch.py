@@ -83,10 +83,8 @@ class _PartStore:
         receive: Callable[[_Part, Segment], None],
         wait_seconds: float,
     ) -> dict[int, Mapped]:
-        """Lease the parts, by number, after receiving those that nobody else does.
-
-        Raises `TransportError` when another rank does not finish in time; what `receive` raises.
-        """
+        """Lease the parts, by number, after receiving those that nobody else does. Raises
+        `TransportError` when another rank does not finish in time; what `receive` raises."""
         unlink_own(self._mark(rank))
         found: dict[int, Mapped] = {}
         deadline = time.monotonic() + wait_seconds
@@ -134,8 +132,7 @@ class _PartStore:
 
     @contextmanager
     def _claimed(self, part: _Part) -> Iterator[bool]:
-        """Claim the part; true when this process may receive it now. Threads exclude each other
-        too."""
+        """Claim the part; true if this process may receive it. Threads exclude each other too."""
         self._pool.make()
         path = self._pool.directory / FETCH_LOCK
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -220,8 +217,7 @@ def fetch(
 
 
 class _Share:
-    """The bytes that one host receives for a plan, in parts, and the ranks of the host that need
-    each part."""
+    """The bytes that a host receives for a plan, in parts, and its ranks that need each part."""
 
     def __init__(self, plan: DispatchPlan, host: str, part_bytes: int) -> None:
         self._plan = plan

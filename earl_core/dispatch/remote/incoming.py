@@ -39,9 +39,7 @@ class Incoming:
 
     def find(self, shard: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
         """int64: where these bytes of shards lie in the receive buffer; 0 for pieces of no bytes.
-
-        Raises `KeyError` when this host does not read one of them.
-        """
+        Raises `KeyError` when this host does not read one of them."""
         place = np.zeros(len(shard), dtype=np.int64)
         asked = np.flatnonzero(length)
         if not len(asked):
@@ -63,11 +61,8 @@ class Incoming:
 
 
 def incoming_of(plan: DispatchPlan, host: str) -> Incoming:
-    """List the ranges that one consumer host reads from other hosts: every byte once for all its
-    ranks.
-
-    Raises `ManifestError` when columns overlap.
-    """
+    """List the ranges that a consumer host reads from other hosts: every byte once for its ranks.
+    Raises `ManifestError` when columns overlap."""
     # All ranks of a replica need the same bytes.
     replicas = {plan.layout.replica(rank) for rank, name in enumerate(plan.hosts) if name == host}
     empty = np.empty(0, dtype=np.int64)
@@ -85,10 +80,8 @@ def incoming_of(plan: DispatchPlan, host: str) -> Incoming:
 def merge(
     shard: np.ndarray, start: np.ndarray, length: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sort pieces by (shard, start) and join those that touch. All arrays int64.
-
-    Raises `ManifestError` when pieces overlap: the manifest lets two columns share bytes.
-    """
+    """Sort pieces by (shard, start) and join those that touch. All arrays int64. Raises
+    `ManifestError` when pieces overlap: the manifest lets two columns share bytes."""
     if not len(shard):
         return shard, start, length
     # One key sorts several times faster than two, and shards are far smaller than 2**63 together.

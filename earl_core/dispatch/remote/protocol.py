@@ -51,10 +51,8 @@ def receive(
     deadline: float,
     stall_seconds: float = math.inf,
 ) -> bool:
-    """Fill the parts one after the other; False when the other side closed first.
-
-    Raises `TimeoutError` at the deadline, or when nothing comes for `stall_seconds`.
-    """
+    """Fill the parts one after the other; False when the other side closed first. Raises
+    `TimeoutError` at the deadline, or when nothing comes for `stall_seconds`."""
     left = [memoryview(part) for part in into if len(part)]
     while left:
         client.settimeout(min(remaining(deadline), stall_seconds))
@@ -97,11 +95,8 @@ _DRAIN_SECONDS = 1.0
 
 
 def drain(client: socket.socket, size: int) -> None:
-    """Read and drop up to `size` bytes before closing.
-
-    Closing with unread bytes resets the connection, and the other side may then never see the
-    answer that was sent before.
-    """
+    """Read and drop up to `size` bytes before closing. Closing with unread bytes resets the
+    connection, and the other side may then never see the answer that was sent before."""
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_WR)
         receive(client, [bytearray(min(size, 2**20))], time.monotonic() + _DRAIN_SECONDS)

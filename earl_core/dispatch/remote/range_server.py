@@ -40,10 +40,9 @@ class ServerLimits:
     """Limits on a client's requests and on the time they take.
 
     max_strangers: connections that have not shown yet that they know the token; one more takes the
-    place of the oldest from the address that has most. handshake_seconds: from connecting to being
-    welcome. idle_seconds: without a request.
-    request_seconds: for the bytes of one request to come. send_seconds: for one answer to be
-    taken.
+    place of the oldest from the address that has most. handshake_seconds: from connect to welcome.
+    idle_seconds: without a request. request_seconds: for the bytes of one request to come.
+    send_seconds: for one answer to be taken.
     """
 
     max_request_bytes: int = 4 * 2**20
@@ -57,10 +56,8 @@ class ServerLimits:
 
 
 class RangeServer:
-    """Serves the shards in `directory` to who knows `token`. A context manager.
-
-    Raises `ValueError` for an empty token, `OSError` when it cannot listen.
-    """
+    """Serves the shards in `directory` to who knows `token`. A context manager. Raises `ValueError`
+    for an empty token, `OSError` when it cannot listen."""
 
     def __init__(
         self,

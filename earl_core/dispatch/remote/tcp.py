@@ -86,10 +86,8 @@ class TcpTransport:
             connection.close()
 
     def read_all(self, reads: Mapping[str, RemoteRead], proofs: Mapping[str, Proof]) -> None:
-        """Fill from several hosts at the same time. proofs: by file name.
-
-        Raises `TransportError`; the destinations' contents are then undefined.
-        """
+        """Fill from several hosts at the same time. proofs: by file name. Raises `TransportError`;
+        the destinations' contents are then undefined."""
         limits = self.limits
         work = {host: cut(reads[host], proofs, limits.request_bytes) for host in rotated(reads)}
         total = sum(question.size for questions in work.values() for question in questions)
@@ -187,8 +185,7 @@ class _Slots:
         self._numbers = itertools.count()
 
     def acquire(self, turn: tuple[int, int], patience: float) -> bool:
-        """Take a slot, true if one is free within so many seconds; the one with the least turn is
-        next."""
+        """Take a slot; true if one is free within so many seconds. The least turn is next."""
         with self._lock:
             if self._free and (not self._waiting or turn < self._waiting[0][0]):
                 self._free -= 1

@@ -67,10 +67,8 @@ class Mapped:
         return self._lock.take()
 
     def close(self) -> None:
-        """Give the lease back. Raises `BufferError`, and keeps it, while a view is alive.
-
-        A `Mapped` that is dropped without closing gives its lease back with its last view.
-        """
+        """Give the lease back. Raises `BufferError`, and keeps it, while a view is alive. A
+        `Mapped` that is dropped without closing gives its lease back with its last view."""
         if self._memory is None:
             return
         self._memory = None

@@ -23,8 +23,7 @@ _READ_ONLY = 0x08  # cudaHostRegisterReadOnly; a mapping that cannot be written 
 
 
 class Cudart(Protocol):
-    """The part of the CUDA runtime that is used here; both functions return a `cudaError`, 0 for
-    success."""
+    """The CUDA runtime's part that is used; both functions return a `cudaError`, 0 for success."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Any: ...  # noqa: N802
 

@@ -66,8 +66,7 @@ class SegmentPool(PoolDirectory):
     `max_bytes` bounds all files in the directory but published weights; None: their bound follows
     from the file system (`system.shared_memory.SHARE`) and the number of `versions` of weights. A
     full pool makes `acquire` and `reserve` wait up to `wait_seconds` for a release. With `poison`
-    (or EARL_POISON=1) released segments are filled with 0xA5, so that reading after a release
-    shows.
+    (or EARL_POISON=1) released segments are filled with 0xA5, so that late reads show.
     """
 
     def __init__(
@@ -107,10 +106,8 @@ class SegmentPool(PoolDirectory):
         return self._wait_for(attempt, wanted)
 
     def reserve(self, size: int) -> None:
-        """Make room for an ordinary file of `size` bytes that is written next.
-
-        Free segments are removed for it. Raises `PoolFull` like `acquire`.
-        """
+        """Make room for an ordinary file of `size` bytes that is written next. Free segments are
+        removed for it. Raises `PoolFull` like `acquire`."""
 
         def attempt() -> bool | str:
             with self.locked():
@@ -148,10 +145,8 @@ class SegmentPool(PoolDirectory):
         return sum(self._take_back(path) for path in self.dead_writing())
 
     def remove(self) -> None:
-        """Remove everything of this run; readers keep what they have mapped.
-
-        Files of others stay, and with them the directory and its mark.
-        """
+        """Remove everything of this run; readers keep what they have mapped. Files of others stay,
+        and with them the directory and its mark."""
         if not self.is_marked():
             return
         for name in self.names():
@@ -266,8 +261,7 @@ class SegmentPool(PoolDirectory):
         return self._segment(path, generation, mapping)
 
     def room_for_weights(self) -> int | None:
-        """Bytes that published weights can have here, those that they have included; None: there
-        is no limit."""
+        """Bytes that published weights can have here, those they have included; None: no limit."""
         available, held = self.available_bytes(), self.held()
         if available is None:
             return None

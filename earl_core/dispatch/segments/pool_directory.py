@@ -1,10 +1,9 @@
 """The directory of a pool: its mark, the names in it, what lies there, and the lock for new bytes.
 
-The mark is a store's first file and says format, store and user. It is written into a directory
-that was empty, so that whatever lies beside it came later, and it is checked by content: a copied,
-renamed or foreign directory does not pass. A file is removed only where its directory carries our
-mark, it is a regular file of this user with a name that our code makes, and it is not reached
-through a link.
+The mark is a store's first file and says format, store and user. It is written into an empty
+directory, so that all beside it came later, and checked by content: a copied, renamed or foreign
+directory does not pass. A file is removed only where its directory carries our mark, it is a
+regular file of this user with a name that our code makes, and it is not reached through a link.
 """
 
 from __future__ import annotations
@@ -72,14 +71,12 @@ def writer_of(name: str) -> str | None:
 
 
 def is_unfinished_mark(name: str) -> bool:
-    """Tell whether a process that was killed while it wrote a mark may have left a file of this
-    name."""
+    """Tell whether a process that was killed while writing a mark may have left such a file."""
     return _MARK_ASIDE.fullmatch(name) is not None
 
 
 def is_ours(name: str) -> bool:
-    """Tell whether any file of a store can have this name; `MARK` and `LIVE`, which go last,
-    apart."""
+    """Tell whether a store's file can have this name; not `MARK` and `LIVE`, which go last."""
     patterns = (_SEALED, _FREE, _WRITING, _DONE, _MARK_ASIDE)
     return name in (POOL_LOCK, FETCH_LOCK) or any(p.fullmatch(name) for p in patterns)
 
@@ -286,8 +283,7 @@ class PoolDirectory:
         return Held.of(self._files())
 
     def _files(self) -> list[tuple[str, int]]:
-        """Name and bytes of all files but the mark that lie here at one moment, while others rename
-        them."""
+        """Name and bytes of all files here but the mark, at one moment, while others rename."""
         sizes: dict[int, tuple[str, int]] = {}
         unknown = self._listing()
         while unknown:
@@ -318,10 +314,8 @@ class PoolDirectory:
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     def locked(self) -> FileLock:
-        """Makes the directory, and lets one process of the run at a time count new bytes.
-
-        Raises `TimeoutError` when another keeps the lock for half a minute.
-        """
+        """Makes the directory, and lets one process of the run at a time count new bytes. Raises
+        `TimeoutError` when another keeps the lock for half a minute."""
         path = self.directory / POOL_LOCK
         while True:
             self.make()

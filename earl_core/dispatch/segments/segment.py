@@ -24,10 +24,8 @@ POISON = 0xA5
 
 
 class Segment:
-    """A segment in state writing, owned by this process until it is sealed or abandoned.
-
-    As a context manager, it is abandoned at the end unless it was sealed.
-    """
+    """A segment in state writing, owned by this process until it is sealed or abandoned. As a
+    context manager, it is abandoned at the end unless it was sealed."""
 
     def __init__(
         self,
@@ -48,10 +46,8 @@ class Segment:
 
     @property
     def memory(self) -> memoryview:
-        """The whole segment, writable uint8; its old content is stale, not zero.
-
-        Nothing made from it may be used for writing after `seal` or `abandon`.
-        """
+        """The whole segment, writable uint8; its old content is stale, not zero. Nothing made from
+        it may be used for writing after `seal` or `abandon`."""
         if self._memory is None:
             raise ValueError("the segment was sealed or abandoned; acquire another")
         return self._memory
@@ -100,9 +96,7 @@ class Segment:
 
     def abandon(self) -> None:
         """Give the segment back to the free list; nothing happens once it is sealed or abandoned.
-
-        In a forked child nothing happens either: the segment is the parent's.
-        """
+        In a forked child nothing happens either: the segment is the parent's."""
         if self._mapping is None or self._pid != os.getpid():
             return
         if self._poison:
@@ -161,10 +155,8 @@ class WritableMapping:
         np.frombuffer(self.memory, dtype=np.uint8)[:] = value
 
     def discard_pages(self) -> None:
-        """Give the memory back now, however many idle processes still map the segment.
-
-        A hole, not a truncation: who wrongly looks at it reads zeros and is not killed.
-        """
+        """Give the memory back now, however many idle processes still map the segment. A hole, not
+        a truncation: who wrongly looks at it reads zeros and is not killed."""
         self.page_lock.release()  # locked pages would stay
         with contextlib.suppress(OSError):  # not every file system can
             self.memory.madvise(mmap.MADV_REMOVE)
@@ -214,8 +206,7 @@ class WritableMappings:
             each.close()
 
     def forget_parent(self) -> None:
-        """Start, in a forked child, a cache of its own, without the lock that a thread may have
-        held."""
+        """Start a forked child's own cache, without the lock that a thread may have held."""
         self._lock = threading.Lock()
         self._idle = OrderedDict()
 

@@ -245,10 +245,8 @@ def sealed_path(run_directory: Path, iteration: int, stage: str) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read and check a manifest.
-
-    Raises `ManifestError` when it is missing, not of this format, or its digest does not match.
-    """
+    """Read and check a manifest. Raises `ManifestError` when it is missing, not of this format, or
+    its digest does not match."""
     try:
         raw = read_file(path)
     except OSError as error:

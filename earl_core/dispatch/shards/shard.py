@@ -1,13 +1,12 @@
 """A shard being written: the producer fills its columns in place, then publishes it; its checksums.
 
-There is one checksum for each block of the body, so that any range can be verified alone. The
-block table lies in the shard itself, in the gap between the body and the footer: one uint64 for
-the layout (`ShardEntry.layout`), then one xxh3_64 for each `BLOCK_BYTES` of the body, the last
-block shorter. The manifest holds the xxh3_64 of the table. So the manifest vouches for the bytes,
-and the shard for what the manifest says of its rows, lengths and columns. Both depend on the data
-alone: equal data has equal checksums wherever and whenever it was written. A table is filled by a
-thread of the producer after the shard was published, off the hot path; until then the entry's
-checksum is empty.
+There is one checksum for each block of the body, so that any range can be verified alone. The block
+table lies in the shard itself, in the gap between the body and the footer: one uint64 for the
+layout (`ShardEntry.layout`), then one xxh3_64 for each `BLOCK_BYTES` of the body, the last block
+shorter. The manifest holds the xxh3_64 of the table. So the manifest vouches for the bytes, and the
+shard for what the manifest says of its rows, lengths and columns. Both depend on the data alone,
+wherever and whenever it was written. A table is filled by a thread of the producer after the shard
+was published, off the hot path; the entry's checksum is empty until then.
 """
 
 from __future__ import annotations
@@ -209,8 +208,7 @@ class Proof:
 
     @classmethod
     def of(cls, entry: ShardEntry) -> Proof:
-        """Make the proof of a manifest's entry. Raises `ManifestError` while the checksum is
-        pending."""
+        """The proof of a manifest's entry. Raises `ManifestError` while the checksum is pending."""
         if not entry.checksum:
             raise ManifestError(
                 f"the shard {entry.file} has no checksum yet, so its bytes cannot be proved to "
@@ -302,8 +300,7 @@ def _table_checksum(memory: memoryview, table: Span) -> str:
 
 
 _threads: dict[int, ThreadPoolExecutor] = {}
-"""Threads that compute checksums, by process, because a forked child has none of its parent's
-threads."""
+"""Threads that compute checksums, by process, because a forked child has none of its parent's."""
 
 
 def in_background(job: Callable[[], str]) -> Future[str]:

@@ -68,10 +68,7 @@ class Skeleton:
 
 
 def make_skeleton(
-    schema: pa.Schema,
-    rows: int,
-    lengths: Mapping[str, np.ndarray],
-    metadata: Mapping[str, str],
+    schema: pa.Schema, rows: int, lengths: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> Skeleton:
     """Lay out a file of one record batch.
 
@@ -200,10 +197,8 @@ class _Messages:
         axes: Mapping[str, np.ndarray],
         body_length: int,
     ) -> bytes:
-        """Everything before the body; its length is a multiple of 64 bytes.
-
-        `columns` count from the start of the body.
-        """
+        """Everything before the body; its length is a multiple of 64 bytes. `columns` count from
+        the start of the body."""
         message = self._batch
         root = _root(message)
         struct.pack_into("<q", message, _field(message, root, _MESSAGE_BODY_LENGTH), body_length)

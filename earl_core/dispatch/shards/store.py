@@ -182,10 +182,8 @@ class ShardStore:
         return self.pool.release(self.path(entry))
 
     def reserve(self, size: int) -> None:
-        """Check that `size` more bytes fit, in this run's share and on the file system.
-
-        Free segments make room if need be. Raises `PoolFull`.
-        """
+        """Check that `size` more bytes fit, in this run's share and on the file system. Free
+        segments make room if need be. Raises `PoolFull`."""
         self.prepare()
         self.pool.reserve(size)
 

@@ -1,9 +1,8 @@
 """The process that copies shards to the spill and back, so that no other touches their bytes.
 
 Run as `python -m earl_core.dispatch.spill.process URL UID DIRECTORY`. Requests are JSON lines on
-standard input, answered in order on standard output: `{"id", "do", ...}` → `{"id", "error"}`,
-where `error` is null or `[kind, message]`. It ends when standard input does, even in the middle of
-a copy.
+standard input, answered in order on standard output: `{"id", "do", ...}` → `{"id", "error"}`, where
+`error` is null or `[kind, message]`. It ends when standard input does, even during a copy.
 """
 
 from __future__ import annotations

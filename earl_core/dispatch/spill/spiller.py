@@ -2,8 +2,7 @@
 
 `submit` costs a few microseconds. The bytes go through a process of its own
 (`earl_core.dispatch.spill.process`), never through the controller. A shard that cannot be spilled
-loses nothing: it is still in shared memory, it counts as lagging, and it is tried again with the
-next one.
+is still in shared memory, counts as lagging, and is tried again with the next one.
 """
 
 from __future__ import annotations

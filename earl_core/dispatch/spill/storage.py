@@ -45,8 +45,7 @@ class Spill:
     """The shards of one run under `url`, which may be a reference to one (`env:NAME`, `file:PATH`).
     Credentials come from the storage's own environment.
 
-    Raises `SpillError` when the storage's package is missing or the URL is none, `ValueError` for
-    what is no uid.
+    Raises `SpillError` for a missing package or what is no URL, `ValueError` for what is no uid.
     """
 
     def __init__(self, url: str, uid: str) -> None:
@@ -74,10 +73,8 @@ class Spill:
         self._prepared = False
 
     def put(self, path: Path, entry: ShardEntry) -> bool:
-        """Copy a sealed shard's file under a lease; harmless when it is there already.
-
-        False when the shard was released meanwhile, so that nobody needs it. Raises `SpillError`.
-        """
+        """Copy a sealed shard's file under a lease; harmless when it is there already. False when
+        the shard was released meanwhile, so that nobody needs it. Raises `SpillError`."""
         try:
             lease = map_shared(path, entry.bytes)
         except FileNotFoundError:
@@ -114,10 +111,8 @@ class Spill:
             aside.unlink(missing_ok=True)
 
     def delete(self, files: Sequence[str]) -> None:
-        """Remove shards by file name; harmless for those that are not there.
-
-        Raises `SpillError`, and removes nothing, where the folder does not carry our mark.
-        """
+        """Remove shards by file name; harmless for those that are not there. Raises `SpillError`,
+        and removes nothing, where the folder does not carry our mark."""
         with self._storage_errors("changed"):
             there = self._own_objects()
             for file in set(files):
@@ -125,10 +120,8 @@ class Spill:
                     self._storage.rm_file(f"{self._root}/{file}")
 
     def remove(self) -> None:
-        """Remove all shards of this run, then the mark, then the folder if it is empty.
-
-        Objects of others stay, and the mark with them. Raises as `delete`.
-        """
+        """Remove all shards of this run, then the mark, then the folder if it is empty. Objects of
+        others stay, and the mark with them. Raises as `delete`."""
         with self._storage_errors("changed"):
             there = self._own_objects()
             for file in [file for file, own in there.items() if own]:

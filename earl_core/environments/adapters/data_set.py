@@ -192,8 +192,7 @@ class _JsonLines:
         return f"row {index} of {self._name} (line {self._lines[index]})"
 
     def _several(self, start: int) -> Iterator[Row]:
-        """Rows that are parsed together, which is three times as fast; one by one where that
-        fails."""
+        """Rows parsed together, which is three times as fast; one by one where that fails."""
         end = min(start + _AT_ONCE, len(self))
         text = self._buffer[self._ends[start] : self._ends[end]].strip()
         try:
@@ -280,8 +279,7 @@ def _saved(files: Any, folder: str) -> list[Rows]:
 
 
 def _told(files: Any, name: str) -> Any:
-    """Read the description that `datasets` wrote of its files. Raises ConfigError for what is no
-    such text."""
+    """Read what `datasets` wrote of its files. Raises ConfigError for what is no such text."""
     _check_regular(files, name)
     with files.open(name, "rb") as stream:
         return json.loads(_read_whole(stream, name, _LITTLE))

@@ -227,10 +227,8 @@ def _as_text(value: Any) -> str:
 
 
 def _parse_action(space: Any, answer: str, names: Sequence[str]) -> Any:
-    """The action that an answer names: the last number or name in it, a text, or JSON.
-
-    names: of a Discrete space's actions, or none. Raises ValueError, which says what is wrong.
-    """
+    """The action that an answer names: the last number or name in it, a text, or JSON. names: of a
+    Discrete space's actions, or none. Raises ValueError, which says what is wrong."""
     kind = type(space).__name__
     if names:
         every = "|".join(sorted(map(re.escape, names), key=len, reverse=True))

@@ -98,8 +98,7 @@ class Hosted:
         return await self._observed(method(**taken))
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """Call the object's own step with the action, read as its class; `Invalid` where it does
-        not fit."""
+        """Call the object's own step with the action, read as its class; `Invalid` for a misfit."""
         from pydantic import ValidationError
 
         try:
@@ -219,8 +218,7 @@ def _invalid(errors: Any) -> Invalid:
 
 @lru_cache
 def _schema(url: str, headers: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """Return the schema of the server's actions; asked for once by each process. Raises
-    ConfigError."""
+    """The schema of the server's actions; asked for once by each process. Raises ConfigError."""
     request = urllib.request.Request(f"{url}/schema", headers=dict(headers))
     try:
         with open_endpoint(request, _SCHEMA_SECONDS) as reply:

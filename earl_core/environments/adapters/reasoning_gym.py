@@ -18,8 +18,7 @@ _FAR = 2**41
 
 
 class DataSetPart(Options):
-    """One of several data sets. name: its name. weight: its share of the prompts. config,
-    level: as for one."""
+    """One of several data sets. weight: its share of the prompts. config, level: as for one."""
 
     name: str
     weight: float = 1.0

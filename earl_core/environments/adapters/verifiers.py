@@ -183,8 +183,7 @@ class _World:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """Serve the things that the episodes share, servers above all, while there is one of
-        them."""
+        """Serve what the episodes share, servers above all, while there is one of them."""
         async with self._starting:
             if not self._players:
                 await self._serve()

@@ -1,5 +1,4 @@
-"""The part that all two-player board games share: turns, sides, illegal answers, rewards and
-messages.
+"""What two-player board games share: turns, sides, illegal answers, rewards and messages.
 
 Moves are written as numbers counted from 1; inside they count from 0.
 """
@@ -36,11 +35,8 @@ DEFAULT_ANSWER_PATTERN = r"\d+"
 
 
 class BoardRewards(Options):
-    """Rewards at the end of a game.
-
-    win: reward of a game that is won. draw: reward of a draw. loss: reward of a game that is lost.
-    illegal: reward of a game that an illegal answer ends.
-    """
+    """Rewards at the end of a game. win: reward of a game that is won. draw: reward of a draw.
+    loss: reward of a game that is lost. illegal: reward of a game that an illegal answer ends."""
 
     win: float = 1.0
     draw: float = 0.3
@@ -248,10 +244,7 @@ class BoardGame(ABC, Generic[StateT]):
             text = self.compact_text(self._state)
         else:
             text = f"{self.board_text(self._state)}\n{words[outcome]}"
-        metrics = {
-            "agent_moves": float(self._agent_moves),
-            "illegal_answers": float(self._illegal),
-        }
+        metrics = {"agent_moves": float(self._agent_moves), "illegal_answers": float(self._illegal)}
         if self.wants_policy:
             metrics["opponent_illegal_answers"] = float(self._rival.illegal if self._rival else 0)
         info: dict[str, Any] = {

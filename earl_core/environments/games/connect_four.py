@@ -93,9 +93,7 @@ RULES = ConnectFourRules()
 
 class ConnectFourOptions(BoardGameOptions):
     """Adds the search depth, because nobody searches connect four to its end in passing.
-
-    opponent_depth: plies that the perfect opponent looks ahead, 1 to 12.
-    """
+    opponent_depth: plies that the perfect opponent looks ahead, 1 to 12."""
 
     opponent_depth: int = 4
 

@@ -101,10 +101,8 @@ def _search(
     beta: int,
     table: dict[tuple[Any, int], tuple[int, int]],
 ) -> int:
-    """Fail-soft negamax value of `state` for the player to move (Knuth & Moore 1975).
-
-    table: (state, remaining) -> (lower, upper) bounds of the value.
-    """
+    """Fail-soft negamax value of `state` for the player to move (Knuth & Moore 1975). table:
+    (state, remaining) -> (lower, upper) bounds of the value."""
     if rules.winner(state) is not None:
         return rules.plies(state) - WIN_SCORE
     moves = rules.moves(state)

@@ -94,10 +94,8 @@ class Calls:
         return list(self._environments)
 
     async def run(self, call: Call) -> bytes | None:
-        """Runs a call and returns its encoded reply, None for "close".
-
-        Whatever the environment raises, SystemExit included, becomes a "failed" reply.
-        """
+        """Runs a call and returns its encoded reply, None for "close". Whatever the environment
+        raises, SystemExit included, becomes a "failed" reply."""
         try:
             if call.kind == "close":
                 await self._close(call)

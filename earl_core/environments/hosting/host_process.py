@@ -72,8 +72,7 @@ class HostProcess:
     """One live host. Make it with `HostProcess.start`.
 
     on_message: called with every answer and failure. on_lost: called once when the process is gone
-    or must be replaced, because it is silent or has a call over its deadline; never after `stop` or
-    `abandon`.
+    or must be replaced, because it is silent or late; never after `stop` or `abandon`.
     """
 
     def __init__(
@@ -183,8 +182,7 @@ class HostProcess:
         await self.abandon()
 
     async def abandon(self) -> str:
-        """Kills the host and all of its process group; returns the end of its log. Once more gives
-        the same."""
+        """Kills the host's process group; returns the end of its log. Once more gives the same."""
         self._ended = True
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())

@@ -29,8 +29,7 @@ Reply = dict[str, Any]
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call under way: its kind as in `host_calls.Call`, its arguments, and who waits for its
-    value."""
+    """A call under way: its kind as in `host_calls.Call`, arguments, who waits for the value."""
 
     episode: OpenEpisode
     kind: str

@@ -56,8 +56,7 @@ class _InProcessCalls(Calls):
 
 
 class InProcessSupervisor:
-    """A `HostSupervisor` that runs the environments in this process, with the attributes of a
-    `HostProcess`."""
+    """A `HostSupervisor` of environments in this process, shaped as a `HostProcess`."""
 
     pid = None
     restarts = 0

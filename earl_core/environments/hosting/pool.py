@@ -7,19 +7,21 @@ costs its own episode only.
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 import os
 import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
-from earl_core.environments.hosting.host_archive import write_host_archive
 from earl_core.environments.hosting.host_process import HostLost, HostSettings
 from earl_core.environments.hosting.host_supervisor import HostSupervisor
 from earl_core.environments.rewards.reward_functions import NAME
 from earl_core.system.errors import ConfigError
+from earl_core.system.files import write_atomic
 
 if TYPE_CHECKING:
     from earl_core.config.environment import EnvironmentConfig
@@ -27,6 +29,20 @@ if TYPE_CHECKING:
     from earl_core.environments.hosting.in_process import InProcessSupervisor
 
 _MAX_THREADS = 64
+_PACKAGE = Path(__file__).resolve().parents[2]
+_PARTS = ("environments", "secrets", "system")
+_MAIN = """\
+import os
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit(f"the hosts' Python is {sys.version.split()[0]}: give one from 3.11 on")
+sys.path.append(os.getcwd())
+
+from earl_core.environments.hosting.host import main
+
+main(sys.argv[1:])
+"""
 
 
 class EnvironmentPool:
@@ -179,10 +195,8 @@ class EnvironmentPool:
     async def reset(
         self, episode_id: int, prompt: int, seed: int, policy: Mapping[str, str] | None = None
     ) -> list[Message]:
-        """Begins an episode. policy: its address, where the pool `wants_policy`.
-
-        Raises EnvironmentFailed, ValueError when the id is in use.
-        """
+        """Begins an episode. policy: its address, where the pool `wants_policy`. Raises
+        EnvironmentFailed, ValueError when the id is in use."""
         self._check_started()
         if episode_id in self._place:
             raise ValueError(f"episode {episode_id} is open: close it before a reset")
@@ -200,10 +214,8 @@ class EnvironmentPool:
         return StepResult(**await self._go_on(episode_id, "step", text))
 
     async def use_tools(self, episode_id: int, message: Message) -> StepResult:
-        """Runs the calls of an assistant's message; raises as `step` does.
-
-        The result has a message for each call, and in `info["tool_errors"]` how many failed.
-        """
+        """Runs the calls of an assistant's message; raises as `step` does. The result has a message
+        for each call, and in `info["tool_errors"]` how many failed."""
         return StepResult(**await self._go_on(episode_id, "tools", message))
 
     async def legal_answers(self, episode_id: int) -> list[str]:
@@ -250,8 +262,7 @@ class EnvironmentPool:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions of the hosts' Python ("python") and the packages there, where `python` is
-        another."""
+        """Versions of the hosts' Python ("python") and its packages, where `python` is another."""
         process = self._supervisors[0].process
         return {} if process is None else process.versions
 
@@ -306,3 +317,22 @@ class EnvironmentPool:
     def _check_started(self) -> None:
         if not self._started:
             raise RuntimeError("the environment pool is not running: await start() first")
+
+
+def write_host_archive(directory: Path) -> Path:
+    """Write the program of a host as one file that any Python from 3.11 on runs; returns its path.
+
+    It imports the standard library alone, so that an environment with pins of its own runs beside
+    nothing of ours. The same code gives the same bytes.
+    """
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(zipfile.ZipInfo("__main__.py"), _MAIN)
+        sources = [_PACKAGE / "__init__.py"]
+        sources += sorted(path for part in _PARTS for path in (_PACKAGE / part).rglob("*.py"))
+        for source in sources:
+            name = source.relative_to(_PACKAGE.parent).as_posix()
+            archive.writestr(zipfile.ZipInfo(name), source.read_bytes())
+    path = directory / "environment_host.pyz"
+    write_atomic(path, packed.getvalue())
+    return path

@@ -20,10 +20,8 @@ from earl_core.environments.rewards.written_numbers import Written, numbers, pla
 
 
 def exact_match(completion: str, row: dict[str, Any]) -> float:
-    """1 when the completion equals the answer, apart from case and surrounding space, else 0.
-
-    An answer that is a number, and no text, equals the number that the completion is: 4.0 is `4`.
-    """
+    """1 when the completion equals the answer, apart from case and surrounding space, else 0. An
+    answer that is a number, and no text, equals the number that the completion is: 4.0 is `4`."""
     answer = _answer(row)
     if isinstance(answer, Number) and not isinstance(answer, bool):
         given, wanted = whole_number(completion), whole_number(str(answer))
@@ -45,8 +43,7 @@ def contained_number(completion: str, row: dict[str, Any]) -> float:
 def number_by_tools(
     completion: str, row: dict[str, Any], messages: Sequence[Message]
 ) -> tuple[float, dict[str, Any]]:
-    """Score as `contained_number` does, but 0.1 for a wrong number after a call that a tool has
-    answered."""
+    """Score as `contained_number`, but 0.1 for a wrong number after an answered call of a tool."""
     right = contained_number(completion, row)
     results = [message["content"] for message in messages if message["role"] == "tool"]
     called = any(not result.startswith("Error: ") for result in results)

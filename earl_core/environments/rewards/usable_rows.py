@@ -1,5 +1,4 @@
-"""Check that the rows of a data set can be asked, and scored: all of them are looked at before
-work.
+"""Check that the rows of a data set can be asked and scored: all are looked at before work.
 
 Columns of Arrow are looked at as columns, a few hundred million values a minute; lines of JSON are
 parsed, some ten million a minute.

@@ -68,8 +68,7 @@ class Written:
     doubtful: bool = False
 
     def equals(self, other: Written) -> bool:
-        """Tell whether both say the same; a percentage is also equal to its number without the
-        sign."""
+        """Tell whether both are equal; a percentage also equals its number without the sign."""
         if self.value is None or other.value is None:
             return False
         if self.value == other.value:
@@ -204,8 +203,7 @@ def _grouped(groups: list[str], separator: str) -> bool:
 
 
 def _value(run: str) -> tuple[Fraction | None, bool]:
-    """Read a run of digits and separators; also tell whether its one comma may be read in two
-    ways."""
+    """Read digits and separators; also tell whether its one comma may be read in two ways."""
     groups, separators = _parts(run)
     if sum(map(len, groups)) > _MOST_DIGITS:
         return None, False

@@ -1,5 +1,4 @@
-"""Check of arguments against a tool's schema, which may come from anywhere, and so has a bound in
-time.
+"""Check of arguments against a tool's schema, bounded in time, because it comes from anywhere.
 
 A pattern that backtracks and references that multiply keep a thread for ever, and with it the
 whole interpreter. So schemas that have any are tried in a process of their own, which is ended when

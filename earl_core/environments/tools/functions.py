@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -65,7 +66,7 @@ def tool_of(function: Callable[..., Any], path: str) -> Tool:
     descriptions, which the model needs."""
     try:
         # Takes a second to import, which environments without tools need not wait for.
-        from transformers.utils.chat_template_utils import get_json_schema
+        from transformers.utils import chat_template_utils
     except ImportError as error:
         raise ConfigError(
             f"tools need the packages transformers and jsonschema: {error}",
@@ -74,7 +75,8 @@ def tool_of(function: Callable[..., Any], path: str) -> Tool:
     if not callable(function):
         raise ConfigError(f"the tool {path!r} is not a function", remedy="name one")
     try:
-        schema = get_json_schema(function)
+        with _without_torch(chat_template_utils):
+            schema = chat_template_utils.get_json_schema(function)
         _check_signature(function, path)
         return Tool(schema, function)
     except ConfigError:
@@ -84,6 +86,18 @@ def tool_of(function: Callable[..., Any], path: str) -> Tool:
             f"the tool {path!r} has no schema: {type(error).__name__}: {error}",
             remedy="give every argument a type, and a line in the docstring's section Args",
         ) from error
+
+
+@contextmanager
+def _without_torch(module: Any) -> Iterator[None]:
+    """Have the module say that torch is not installed: it would import it, in every host, to know
+    the type of an argument that is a tensor, which no tool may have."""
+    asked = module.is_torch_available
+    module.is_torch_available = lambda: False
+    try:
+        yield
+    finally:
+        module.is_torch_available = asked
 
 
 def _check_signature(function: Callable[..., Any], path: str) -> None:

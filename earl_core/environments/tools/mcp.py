@@ -124,14 +124,12 @@ class Server:
                 self._broken = False
 
     def _lost(self, how: str, error: Exception) -> EnvironmentFailed:
-        """Make the failure of a lost server. It is no fault of the call's: its episode is played
-        anew."""
+        """The failure of a lost server, no fault of the call's: its episode is played anew."""
         text = redact(f"the MCP server {self.name!r} {how}: {_cause(error)}")
         return EnvironmentFailed(-1, "lost", text)
 
     async def _connect(self) -> None:
-        """Connect in a task of its own: the protocol's streams are closed where they were
-        opened."""
+        """Connect in a task of its own: the protocol's streams close where they were opened."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
         self._holding = asyncio.create_task(self._hold(ready, self._over))

@@ -2,8 +2,7 @@
 
 `sandbox` does it. Namespaces are taken where the kernel gives some: the code then sees no process,
 no network and no file but Python's own, and a folder in memory; filters of system calls and, in
-place of the mount view, Landlock otherwise. Limits that a machine does not hold are named when the
-tool is loaded.
+place of the mount view, Landlock otherwise. Loading the tool names limits that do not hold.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ main()
 _COMMAND = (sys.executable, "-I", "-B", "-X", "utf8", "-c", _START)
 # One thread each: libraries begin one for every core, which are more than the code may have.
 _THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR")
-_VARIABLES = {
-    "PATH": os.defpath,
-    **{f"{library}_NUM_THREADS": "1" for library in _THREADS},
-}
+_VARIABLES = {"PATH": os.defpath, **{f"{library}_NUM_THREADS": "1" for library in _THREADS}}
 
 
 async def python(code: str) -> str:
@@ -113,8 +109,7 @@ def _settings(namespaces: bool, tell: bool = False) -> Iterator[Settings]:
 
 @cache
 def _containment() -> tuple[bool, list[str]]:
-    """Tell whether there are namespaces here, and which limits do not hold. Raises
-    `ConfigError`."""
+    """Tell whether there are namespaces, and which limits do not hold. Raises `ConfigError`."""
     sweep()
     reasons: list[str] = []
     for namespaces in (True, False):
@@ -143,8 +138,7 @@ def _containment() -> tuple[bool, list[str]]:
 
 
 def _check() -> list[str]:
-    """List the limits that this machine does not hold. Raises `ConfigError` where the tool cannot
-    run."""
+    """List the limits that do not hold here. Raises `ConfigError` where the tool cannot run."""
     return [f"the tool 'python' is not wholly contained here: {each}" for each in _containment()[1]]
 
 

@@ -2,8 +2,7 @@
 
 Whatever goes wrong with a call is told to the model, which may try again: an unknown tool,
 arguments that the schema does not allow, an exception, a coroutine that takes too long. A plain
-function cannot be stopped: one that does not return within the deadline of a step costs its
-episode.
+function cannot be stopped: one that does not return within a step's deadline costs its episode.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from earl_core.environments.tools.functions import Tool, tool_of
 from earl_core.system.errors import ConfigError, EarlError
 
 OUTPUT_CHARACTERS = 2**15
-"""Most characters of a tool's output that the model gets: a longer one says which part is
-missing."""
+"""Most characters of an output that the model gets: a longer one says which part is missing."""
 _ERROR_CHARACTERS = 1000
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -70,9 +68,7 @@ class Toolbox:
 
     async def use(self, calls: Sequence[ToolCall], in_thread: InThread) -> StepResult:
         """A message for each call, in their order; `info["tool_errors"]` says how many failed.
-
-        in_thread: runs a plain function. These run one after the other, coroutines side by side.
-        """
+        in_thread: runs a plain function. These run one after the other, coroutines side by side."""
         turn = asyncio.Lock()
 
         async def answer(call: ToolCall) -> tuple[Message, bool]:

@@ -1,5 +1,4 @@
-"""Plan of the tokens of a pack that attend to each other, and of the calls: made once per pack, on
-the host.
+"""Plan of the tokens of a pack that attend to each other, and of the calls; made on the host.
 
 Samples of similar length share one batched call; right padding needs no mask there, because causal
 attention never looks to the right. Tokens that several samples begin with lie in the pack once
@@ -62,14 +61,13 @@ class KernelCall:
 class SampleBoundaries:
     """The tokens of a pack that see each other, planned once per pack on the host.
 
-    tokens: T, at least 1, because models take no empty sequence.
-    cu_seqlens: int32 [runs + 1], on the device; without shared prefixes a run is a sample.
-    longest: tokens of the longest sample. buckets: for devices without a varlen kernel; calls: for
-    those with one (not made for the CPU). scatter: int64 [T], the position of each query among the
-    buckets' concatenated padded positions, or None for the identity. padded_tokens: positions that
-    attention computes. exchange: where the queries are one context rank's, how it gets the keys of
-    the others; the keys are then numbered as in the whole pack. None: queries and keys are both
-    the whole pack.
+    tokens: T, at least 1, because models take no empty sequence. cu_seqlens: int32 [runs + 1], on
+    the device; without shared prefixes a run is a sample. longest: tokens of the longest sample.
+    buckets: for devices without a varlen kernel; calls: for those with one (not made for the CPU).
+    scatter: int64 [T], the position of each query among the buckets' concatenated padded positions,
+    or None for the identity. padded_tokens: positions that attention computes. exchange: where the
+    queries are one context rank's, how it gets the others' keys, which are numbered as in the whole
+    pack. None: queries and keys are both the whole pack.
     """
 
     tokens: int
@@ -98,9 +96,7 @@ class SampleBoundaries:
         exchange: PackExchange | None = None,
     ) -> SampleBoundaries:
         """Plan the attention of a pack, or of the context rank's part of it that `exchange` names.
-
-        tree: of the whole pack, as `pack` gives it.
-        """
+        tree: of the whole pack, as `pack` gives it."""
         tree = tree if exchange is None else cut_tree(tree, exchange.cut.edges)
         queries = _queries_of(tree, exchange)
         scatter = np.empty(int(queries.sizes.sum()), dtype=np.int64)

@@ -51,8 +51,7 @@ class ContextGroup:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """The places where a pack is cut: stretch i is [edges[i], edges[i + 1]), 2c of them for c
-    ranks."""
+    """Where a pack is cut: stretch i is [edges[i], edges[i + 1]), 2c of them for c ranks."""
 
     edges: tuple[int, ...]
 
@@ -70,10 +69,7 @@ class ContextCut:
     def stretches(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """(start, stop) of the rank's early and of its late stretch."""
         late = 2 * self.size - 1 - rank
-        return (
-            (self.edges[rank], self.edges[rank + 1]),
-            (self.edges[late], self.edges[late + 1]),
-        )
+        return ((self.edges[rank], self.edges[rank + 1]), (self.edges[late], self.edges[late + 1]))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -134,15 +130,13 @@ class PackExchange:
         return received.sum(0)
 
     def _start(self, rank: int, *, late: bool, most: int) -> int:
-        """Return the row at which a stretch of a rank begins among all ranks' rows, padded to
-        `most` each."""
+        """The row at which a rank's stretch begins among all ranks' rows, padded to `most` each."""
         first, stop = self.cut.stretches(rank)[0]
         return rank * most + (stop - first if late else 0)
 
 
 def _collective(name: str, before: str) -> Callable[..., object]:
-    """Return torch's collective, by its name since torch 2.13 or the one before, of which torch
-    then warns."""
+    """Torch's collective, by its name since torch 2.13 or the one before, for which 2.13 warns."""
     found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
     return found
 
@@ -212,8 +206,7 @@ def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) 
 
 @dataclass(frozen=True)
 class TrainedGather:
-    """The order in which a microbatch's trained tokens come together again; see `PackShare`, on the
-    device."""
+    """The order in which trained tokens come together again; see `PackShare`, on the device."""
 
     place: ContextGroup
     trained: torch.Tensor
@@ -341,10 +334,7 @@ class _GatherRows(torch.autograd.Function):
 
 class _GatherAgain(torch.autograd.Function):
     """The identity; its backward pass, the first of a layer's attention, gathers the keys again.
-
-    It is a node that every rank has, whatever its attention consists of, so that all ranks come to
-    the collective.
-    """
+    Every rank has this node, whatever its attention, so that all ranks come to the collective."""
 
     @staticmethod
     def forward(ctx: Any, attended: torch.Tensor, kept: _GatheredAgain) -> torch.Tensor:

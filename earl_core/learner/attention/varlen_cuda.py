@@ -66,10 +66,7 @@ class Kernels:
 
 def choose(found: Found, *, deterministic: bool) -> Kernels:
     """The fastest of those that there are; deterministic: of those that add up in a fixed order.
-
-    cuDNN's backward pass does not. Flash attention 3 is not asked for it, because not all of its
-    builds do.
-    """
+    cuDNN's backward pass does not. Flash attention 3 is not asked: not all builds do."""
     if not found.varlen or found.capability < (8, 0):
         return Kernels(None)
     if deterministic:
@@ -191,8 +188,7 @@ def attend_alike(
     more = -length % step
 
     def batched(states: torch.Tensor) -> torch.Tensor:
-        """View the states as they lie, which is how cuDNN wants them: [count, heads, length,
-        dim]."""
+        """View the states as they lie, as cuDNN wants them: [count, heads, length, dim]."""
         batch = states.reshape(count, length, *states.shape[1:])
         return (F.pad(batch, (0, 0, 0, 0, 0, more)) if more else batch).transpose(1, 2)
 

@@ -8,9 +8,8 @@ Tokens that several samples begin with are computed once. The episodes of a grou
 prompt, and all episodes of an environment from one instruction. A causal model gives equal prefixes
 equal hidden states, so a pack holds each shared stretch once, as a tree of runs; attention lets a
 run see its ancestors and itself, and gradients of all samples add up in the shared run. The result
-is that of separate samples, up to the order of floating-point sums. The idea is prefix-grouped
-training (arXiv 2506.05433), here for prefixes of any depth and any samples, not only the prompt of
-a group.
+is that of separate samples, but for the order of sums. The idea is prefix-grouped training (arXiv
+2506.05433), here for prefixes of any depth and any samples, not only the prompt of a group.
 """
 
 from __future__ import annotations
@@ -209,9 +208,8 @@ def pack(
 ) -> PackedMicrobatch:
     """Copy the chosen samples into one microbatch.
 
-    allocate: gives the memory of `tokens`, `position_ids`, `predictors`, `targets`,
-    `episode_index` and the columns, so that they can be written straight into a buffer that a
-    device reads from.
+    allocate: gives the memory of `tokens`, `position_ids`, `predictors`, `targets`, `episode_index`
+    and the columns, which can be a buffer that a device reads from.
 
     Raises ValueError when a sample's first token is trained: nothing predicts it.
     """
@@ -290,9 +288,7 @@ class TokenRun:
 @dataclass(frozen=True)
 class PrefixTree:
     """Runs in pack order, parents before children, and for each sample the run that it ends in.
-
-    last_run: -1 never occurs, because every sample has at least one token.
-    """
+    last_run: -1 never occurs, because every sample has at least one token."""
 
     runs: tuple[TokenRun, ...]
     last_run: tuple[int, ...]

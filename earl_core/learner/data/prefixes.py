@@ -45,8 +45,7 @@ def chosen(every: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def as_samples(rows: Sequence[Prefixes]) -> list[TrainingSample]:
-    """Rows whose trained tokens are those that follow the beginnings; what they are is left
-    open."""
+    """Rows whose trained tokens are those after the beginnings; what they are is left open."""
     samples = []
     for number, row in enumerate(rows):
         tokens = np.array([*row.tokens, 0], dtype=np.int32)

@@ -62,10 +62,7 @@ class RowCost:
 
 @dataclass(frozen=True)
 class RankReader:
-    """Reads what one rank of a stage works on.
-
-    hosts: of every rank, as manifests name them.
-    """
+    """Reads what one rank of a stage works on. hosts: of every rank, as manifests name them."""
 
     reads: PlanReads
     hosts: tuple[str, ...]
@@ -80,10 +77,8 @@ class RankReader:
         link_bytes: float = 0.0,
         without: np.ndarray | None = None,
     ) -> Batch:
-        """The rank's rows of the last manifest, with those of `columns` that any manifest has.
-
-        The batch may be empty. Raises what `join`, `plan_rows` and `Batch` raise.
-        """
+        """The rank's rows of the last manifest, with those of `columns` that any manifest has. The
+        batch may be empty. Raises what `join`, `plan_rows` and `Batch` raise."""
         plan = self.plan(manifests, mesh, columns, split, link_bytes, without)
         return self.reads.open(plan, mesh.rank)
 
@@ -97,8 +92,7 @@ class RankReader:
         without: np.ndarray | None = None,
     ) -> DispatchPlan:
         """Plan the rows that each rank reads; equal on all ranks. split: into parts that are
-        balanced one by one. link_bytes: see `Layout`. without: sample_ids of rows that nobody
-        reads.
+        balanced one by one. link_bytes: see `Layout`. without: sample_ids of rows left out.
 
         An episode is whole on one replica, so that losses over whole episodes are. So is a group if
         that keeps the replicas as even as the layout asks: its episodes begin alike, and the tokens

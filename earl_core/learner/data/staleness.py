@@ -21,8 +21,7 @@ def age_metrics(batch: Batch | None, policy_version: int, ranks: Ranks) -> dict[
     """Ages of the trained tokens of all ranks, in versions: that which trains less that which
     sampled the first token of the turn.
 
-    Returns ``age_mean``, ``age_p95`` and ``age_max``; nothing where no row has versions.
-    Collective.
+    Returns ``age_mean``, ``age_p95`` and ``age_max``; nothing if no row has versions. Collective.
     """
     counted: Counter[int] = Counter()
     for part in ranks.gather_json(list(_ages(batch, policy_version).items())):

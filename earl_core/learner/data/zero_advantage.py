@@ -29,10 +29,8 @@ batch of a usual size, and a cost that hardly shows."""
 
 @dataclass(frozen=True)
 class Skipped:
-    """Samples of an update that no rank computes.
-
-    table: int64 [rows, 4], rows of `sample_table`. tokens: of all of them together.
-    """
+    """Samples of an update that no rank computes. table: int64 [rows, 4], rows of `sample_table`.
+    tokens: of all of them together."""
 
     table: np.ndarray = field(default_factory=lambda: np.empty((0, 4), dtype=np.int64))
     tokens: int = 0

@@ -1,8 +1,7 @@
 """Gradients of a model whose parameters lie on different meshes: sums, norm and clipping.
 
-A gradient is a sum over tokens with denominators of the whole minibatch, so that the ranks' parts
-of it add up. FSDP2 adds them up for the parameters it holds; here the others are, once for each
-optimizer step.
+A gradient is a sum over tokens with the whole minibatch's denominators, so the ranks' parts add up.
+FSDP2 does so for the parameters it holds; here the others are, once for each optimizer step.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class Gradients:
         self._counted: list[nn.Parameter] = []
         """Parameters whose elements this rank counts in a norm."""
         self._copied: list[nn.Parameter] = []
-        """Parameters of which tensor ranks hold copies, with gradients of their own tokens or
-        heads."""
+        """Parameters that tensor ranks hold copies of, with gradients of their tokens or heads."""
         for parameter in self._trained:
             cut = _cut_dimensions(parameter)
             if all(places[name] == 0 for name in AXES if name not in cut):
@@ -56,11 +54,8 @@ class Gradients:
 
     @torch.no_grad()
     def clip(self, largest: float) -> float:
-        """Scale all gradients so that their norm is at most `largest`; returns it from before.
-
-        The norm is that of the whole gradient, the same on all ranks. One that is not finite
-        scales nothing.
-        """
+        """Scale all gradients so that their norm is at most `largest`; returns it from before. The
+        norm is the whole gradient's, equal on all ranks. One that is not finite scales nothing."""
         norm = get_total_norm(_local_gradients(self._counted))
         world = self._mesh.group("world")
         if world is not None:

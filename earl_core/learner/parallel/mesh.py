@@ -54,9 +54,8 @@ _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORL
 class UpdateMesh:
     """One rank's view of the mesh it is in.
 
-    deployment: the one it was made for, of which only the axes count here. device_mesh: dimensions
-    `AXES`; None for a single rank, which has no process group. hosts: of each rank, if they are on
-    several.
+    deployment: its origin, of which only the axes count here. device_mesh: dimensions `AXES`; None
+    for a single rank, which has no process group. hosts: of each rank, if they are on several.
     """
 
     deployment: StageDeployment
@@ -241,8 +240,7 @@ def _process_state(ranks: int) -> tuple[torch.device, int]:
 
 
 def _mesh_of_one(device: torch.device) -> DeviceMesh:
-    """Make a mesh for code that wants one where nobody is to be reached: its group connects to
-    nothing."""
+    """Make a mesh for code that wants one and reaches nobody: its group connects to nothing."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -123,9 +123,8 @@ def _entered(styles: dict[str, str]) -> set[str]:
 
 
 def _unplanned(decoder: nn.Module, styles: dict[str, str]) -> list[str]:
-    """List the modules with parameters that the plan does not say how to split, and that do not
-    take token by token between the matrices, as norms do; but for the embedding. Gradients would be
-    wrong."""
+    """List the modules with parameters, but for the embedding, that the plan does not split, and
+    that do not take token by token, as norms do. Gradients would be wrong."""
     inside = tuple(f"{name}." for name in _entered(styles))
     embedding = cast(PreTrainedModel, decoder).get_input_embeddings()
     found: list[str] = []

@@ -18,10 +18,8 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, eq=False)
 class VocabularyShard:
-    """The rows [start, start + rows) of the vocabulary, and the ranks that hold the others.
-
-    rows may be 0: the parts are those of `torch.chunk`, of `most` rows but the last ones.
-    """
+    """The rows [start, start + rows) of the vocabulary, and the ranks that hold the others. rows
+    may be 0: the parts are those of `torch.chunk`, of `most` rows but the last ones."""
 
     start: int
     rows: int
@@ -61,6 +59,5 @@ class VocabularyShard:
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a cut parameter that this rank holds, with the way back of its
-    gradient."""
+    """This rank's part of a cut parameter, with the way back of its gradient."""
     return cast(DTensor, parameter).to_local()

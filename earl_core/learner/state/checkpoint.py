@@ -26,12 +26,7 @@ from torch import nn
 from earl_core.learner.state.model_files import PolicyFiles
 from earl_core.learner.state.optimizer import PolicyOptimizer, State
 from earl_core.pretrained.huggingface import PreTrainedModel, PreTrainedTokenizerBase
-from earl_core.run.checkpoints import (
-    describe_state,
-    file_checksum,
-    read_state,
-    verify_files,
-)
+from earl_core.run.checkpoints import describe_state, file_checksum, read_state, verify_files
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import remove, sync
 from earl_core.system.storage_errors import NotWritten, naming
@@ -125,10 +120,7 @@ def try_training_state(
     adapter: AdapterEntry | None = None,
 ) -> None:
     """Write what `write_training_state` will write below `parent`, but no tensors, and remove it.
-
-    Raises `ConfigError` where there is no room for one state, and what writing it raises.
-    Collective.
-    """
+    Raises `ConfigError` without room for one state, and what writing it raises. Collective."""
     ranks = Ranks(mesh)
     files = PolicyFiles(model, adapter)
     weights = sum(each.numel() * each.element_size() for each in files.trained.values())

@@ -138,8 +138,7 @@ def _merged(source: Path, policy: Path, model: PreTrainedModel) -> dict[str, Any
 
 
 def _pinned(lying: dict[str, Any], found: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """`lying` with the rotary settings of `own` where they are others than those that were read,
-    `found`."""
+    """`lying` with `own`'s rotary settings where they are others than those read, `found`."""
     merged = dict(lying)
     for name, value in own.items():
         if name.startswith("rope"):
@@ -177,8 +176,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PolicyFiles:
-    """The policy of a model in a training state. adapter: the one that is trained; None: all of the
-    model is."""
+    """The policy of a model in a training state. adapter: the trained one; None: all of it is."""
 
     model: PreTrainedModel
     adapter: AdapterEntry | None = None

@@ -74,9 +74,7 @@ class PolicyOptimizer:
 
     def load_state(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set the state of a parameter: "step", "exp_avg" and "exp_avg_sq" of its local part.
-
-        Tensors that are where they belong are used as they are.
-        """
+        Tensors that are where they belong are used as they are."""
         self.state[name] = {key: self._placed(name, tensor) for key, tensor in tensors.items()}
 
     @property

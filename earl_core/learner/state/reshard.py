@@ -17,11 +17,7 @@ from torch import nn
 
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.exchange import BoxExchange
-from earl_core.tensors.slices import (
-    boxes_of_all,
-    is_distributed,
-    slices_of,
-)
+from earl_core.tensors.slices import boxes_of_all, is_distributed, slices_of
 
 if TYPE_CHECKING:
     from earl_core.learner.parallel.mesh import UpdateMesh
@@ -42,8 +38,7 @@ class _Entry(NamedTuple):
 
 @dataclass
 class Moved:
-    """The result and the cost of moving a model. peak_bytes: most memory beyond that of before and
-    after."""
+    """Result and cost of moving a model. peak_bytes: most memory beyond that before and after."""
 
     state: State = field(default_factory=dict)
     moved_bytes: int = 0
@@ -51,12 +46,7 @@ class Moved:
 
 
 @torch.no_grad()
-def move_state(
-    old: nn.Module,
-    state: State,
-    shell: nn.Module,
-    mesh: UpdateMesh,
-) -> Moved:
+def move_state(old: nn.Module, state: State, shell: nn.Module, mesh: UpdateMesh) -> Moved:
     """Fill `shell`, a model on the meta device laid out for `mesh`, with what `old` holds.
 
     state: of the optimizer, by parameter name, with local parts. Returns it in the new layout.
@@ -174,8 +164,7 @@ Places = list[tuple[nn.Module, str]]
 
 
 def places_of(model: nn.Module) -> dict[str, Places]:
-    """Return the places where the model uses each parameter: module and attribute; twice for tied
-    weights."""
+    """Where the model uses each parameter: module and attribute; two places for tied weights."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places: dict[str, Places] = {name: [] for name in names.values()}
     for module in model.modules():

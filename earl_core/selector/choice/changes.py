@@ -48,11 +48,8 @@ class StageSwitch(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The switch in words, such as `update: TP 1, microbatch 8192 -> 4096, checkpointing:
-        <reason>`.
-
-        The degree of tensor parallelism is always named, everything else only where it differs.
-        """
+        """The switch, such as `update: TP 1, microbatch 8192 -> 4096, checkpointing: <reason>`. The
+        degree of tensor parallelism is always named, everything else only where it differs."""
         if self.switched:
             # The move that the reason may begin with is said already.
             move, colon, rest = self.reason.partition(": ")

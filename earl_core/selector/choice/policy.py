@@ -67,10 +67,8 @@ def choose_as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Dep
 
 
 def fixed(given: SelectionInput) -> DeploymentPlan:
-    """Every stage as configured, with what is predicted of it.
-
-    Raises `NoFeasiblePlan` for what cannot fit a GPU whatever the load is.
-    """
+    """Every stage as configured, with what is predicted of it. Raises `NoFeasiblePlan` for what
+    cannot fit a GPU whatever the load is."""
     plan = fixed_plan(given)
     try:
         predictor = Predictor(given)
@@ -212,8 +210,7 @@ def _joint(predictor: Predictor, found: Rows, current: Combination) -> Combinati
 
 def _configured(predictor: Predictor, found: Rows) -> Combination:
     """Return the deployments that the configuration names, where they are on offer: a run begins
-    with them unless more than noise speaks for others. A stage that it leaves open has nothing to
-    begin with."""
+    with them unless more than noise speaks for others. A stage left open begins with nothing."""
     plan = fixed_plan(predictor.given)
     named = [stage for stage in found if not predictor.given.leaves_open(stage)]
     wanted = {predictor.candidate_of(plan[stage]) for stage in named}
@@ -226,8 +223,7 @@ def _configured(predictor: Predictor, found: Rows) -> Combination:
 
 
 def _near(predictor: Predictor) -> bool:
-    """Tell whether the load is, within noise, still the one that the current plan was chosen
-    for."""
+    """Tell whether the load is, within noise, still that of the current plan's choice."""
     given, now = predictor.given, predictor.now
     basis = given.current.basis if given.current is not None else None
     if basis is None:

@@ -60,8 +60,7 @@ class Prediction(NamedTuple):
 
 class NoFeasiblePlan(EarlError):
     """No stage deployment of a stage fits the memory. `nearest`: the candidate that came closest
-    (its `peak` and `budget` are bytes on one device), None when none is on offer, for reasons in
-    `out`."""
+    (its `peak` and `budget` are bytes on one device), None when none is on offer, as `out` says."""
 
     def __init__(
         self, stage: str, nearest: Prediction | None, out: Sequence[RuledOut] = ()
@@ -210,8 +209,7 @@ class Predictor:
 
     def is_forbidden(self, candidate: StageDeployment) -> bool:
         """Tell whether the candidate ran out of memory in this run, or another that builds the same
-        vLLM engine: it is built for the configured running sequences, and a lower limit only lets
-        fewer in."""
+        vLLM engine: it is built for the configured sequences, and a lower limit lets fewer in."""
         if candidate.stage != "rollout" or self._torch_engine:
             return candidate in self.forbidden
         alike = {each._replace(max_running_requests=0) for each in self.forbidden}

@@ -1,5 +1,4 @@
-"""The candidates of a stage that are put up for choice, once memory and settings have ruled out
-others.
+"""The candidates of a stage that stand for choice, once memory and settings ruled out others.
 
 `candidates` lists what hardware and model allow. Here the memory fallback takes its steps: smaller
 microbatches (or fewer sequences at a time), logits in chunks, checkpointing, offload. Without

@@ -1,5 +1,4 @@
-"""The selector's input, the trend of its statistics, and the plan that moves nothing but the
-context length."""
+"""The selector's input, the trend of its statistics, and the plan that moves the context alone."""
 
 from __future__ import annotations
 
@@ -28,10 +27,8 @@ from earl_core.system.shared_memory import VERSIONS
 
 
 class Statistics(Settings):
-    """Statistics of the last finished iterations; every series has its newest value last.
-
-    Contexts in tokens of an episode, waits and switches in seconds.
-    """
+    """Statistics of the last finished iterations; every series has its newest value last. Contexts
+    in tokens of an episode, waits and switches in seconds."""
 
     context_mean: tuple[float, ...] = ()
     context_max: tuple[float, ...] = ()
@@ -81,11 +78,10 @@ class SelectionInput(Settings):
     attempt: how often the iteration's choice was made before, because a stage was infeasible.
     current: the plan that the running worker groups follow. forbidden: what ran out of memory in
     this run. reference_models: those that the reference stage holds; none: the model itself.
-    reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU
-    hosts, where nothing is given back between stages, else of a GPU, where sleepers keep their
-    libraries; what is not there was not measured. context_overflow: the most tokens that an engine
-    of this run was built too small for. weight_versions: sets of published weights that are there
-    at a time.
+    reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU hosts, where
+    nothing is given back between stages, else of a GPU, where sleepers keep their libraries; others
+    were not measured. context_overflow: the most tokens that an engine of this run was built too
+    small for. weight_versions: sets of published weights that are there at a time.
 
     A worked example, a 7B model on 8 GPUs after episodes of at most 8,000 tokens, then 100,000:
 
@@ -170,8 +166,7 @@ class SelectionInput(Settings):
         )
 
     def leaves_open(self, stage: str) -> bool:
-        """Tell whether the stage is spread over the GPUs because the run file does not lay it
-        out."""
+        """Tell whether the stage is spread over the GPUs because the run file leaves it open."""
         given = self.stages.at(self.iteration)[0 if stage == "rollout" else 1]
         return given is None and self.hardware.gpus > 0
 

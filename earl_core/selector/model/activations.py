@@ -39,8 +39,7 @@ def feed_forward_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
 def norm_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
     """Count the bytes that the two norms of a layer keep of a token: input in float32 and
     normalised input, of which tensor ranks have parts, and the output, which each rank's matrices
-    read whole. A frozen norm's weight needs no normalised input, and its output is kept where a
-    pair reads it."""
+    read whole. A frozen norm needs no normalised input; its output is kept if a pair reads it."""
     value = 2 if mixed else 4
     split = 4 + (0 if shape.adapter else value)
     read = _read(shape, "q_proj", "k_proj", "v_proj") + _read(shape, "gate_proj", "up_proj")
@@ -60,8 +59,7 @@ def _read(shape: ModelShape, *names: str) -> bool:
 
 
 def selective_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """Count the bytes that one token leaves in one layer under selective checkpointing, on one
-    device.
+    """Bytes that a token leaves in a layer under selective checkpointing, on one device.
 
     The layer's input; the products: query, key, value, output, gate, up and down; attention's
     output and its log-sum. Tensor parallel ranks share all but the results of output and down
@@ -80,9 +78,8 @@ def compiled_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
     """Count the bytes that one token leaves in one compiled layer, on one device: the states that
     its parts, before and after attention, hand to each other or multiply by weights.
 
-    The states before attention and after it, and normalised, which each tensor rank's matrices
-    read whole; query, key, value, attention's output and its log-sum; gate, up, and what down
-    reads.
+    The states before and after attention, and normalised, which each tensor rank's matrices read
+    whole; query, key, value, attention's output and its log-sum; gate, up, and what down reads.
     """
     value = 2 if mixed else 4
     split = 2 * (shape.hidden_size + shape.query_size + shape.key_value_size)

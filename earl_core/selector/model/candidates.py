@@ -1,6 +1,4 @@
-"""The stage deployments that hardware and model allow, with a sentence for each degree that they do
-not.
-"""
+"""Stage deployments that hardware and model allow, with a sentence for each ruled-out degree."""
 
 from __future__ import annotations
 
@@ -104,9 +102,7 @@ def training_candidates(
     stage: str, shape: ModelShape, hardware: Hardware, episodes: int, microbatch: int
 ) -> Offers:
     """Meshes of replicas x shard x context x tensor parallel ranks that fill the hardware.
-
-    Checkpointing, chunked logits and offload are steps of the memory fallback (`fallbacks`).
-    """
+    Checkpointing, chunked logits and offload are steps of the memory fallback (`fallbacks`)."""
     if not hardware.gpus:
         return [cpu.mesh(stage, hardware)._replace(max_tokens_per_microbatch=microbatch)], []
     degrees, out = _tensor_degrees(stage, shape, hardware)

@@ -10,8 +10,7 @@ from earl_core.deployment.shapes import ModelShape
 def _family(
     kind: str, vocabulary: int, positions: int, *, tied: bool = False, head_dim: int = 0
 ) -> ModelShape:
-    """Return a shape with the numbers that the models of a family share; its sizes are those of
-    none."""
+    """A shape with the numbers that a family's models share; its sizes are those of none."""
     return ModelShape(
         model_type=kind,
         hidden_size=1,

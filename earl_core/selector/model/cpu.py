@@ -37,8 +37,7 @@ on one core of an AMD EPYC (`earl_core.tensors.device_speed`)."""
 
 
 def figures(hardware: Hardware) -> DeviceFigures:
-    """Return the figures of one core, with its share of the memory: measured with all cores, or
-    guessed."""
+    """Figures of one core and its share of the memory: measured with all cores, or guessed."""
     cores, host = hardware.cpu_cores, hardware.figures
     if host is not None:
         shared = {

@@ -180,8 +180,7 @@ _OF_DRIVERS = {
     "l4": "l4",
     "geforce rtx 4090": "rtx-4090",
 }
-"""Keys of `DEVICES` by what drivers call them after `NVIDIA`. The 480 GB of a GH200 are those of
-its host."""
+"""Keys of `DEVICES` by drivers' names after `NVIDIA`. The 480 GB of a GH200 are its host's."""
 
 _MIG = re.compile(r"(.+) mig (?:\d+c\.)?(\d)g\.\d+gb.*")
 _SIZE = re.compile(r"(\d+) ?gb\b")
@@ -279,9 +278,7 @@ def _eighths(part: int, whole: int) -> int:
 
 def cluster(device: str, hosts: int, gpus_per_host: int, network_gbit: float = 200.0) -> Hardware:
     """Hardware of equal hosts. device: a key of `DEVICES`. network_gbit: a host's links, one way.
-
-    Raises `KeyError` for an unknown device.
-    """
+    Raises `KeyError` for an unknown device."""
     figures = DEVICES[device]
     return Hardware(
         cpu_cores=96,

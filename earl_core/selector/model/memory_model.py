@@ -95,16 +95,13 @@ class MemoryModel:
         return max(1.0, fraction * self.device.memory_bytes - reserved)
 
     def short_of(self, peak: float, budget: float, reserved: float) -> str:
-        """Describe the lack of memory, such as `needs 3.0 GiB, but only 2.0 GiB are available on a
-        device`."""
+        """Describe a lack, such as `needs 3.0 GiB, but only 2.0 GiB are available on a device`."""
         text = f"needs {gib(peak)}, but only {gib(budget)} are available on a device"
         return text + (f" ({gib(reserved)} are libraries' and others')" if reserved else "")
 
     def training(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one update rank. longest: tokens of the longest sample, which no microbatch cuts.
-
-        Its part of the state, and beside it the most that a backward pass holds at a time.
-        """
+        Its part of the state, and beside it the most that a backward pass holds at a time."""
         state = self.state(candidate, needs.mixed)._replace(runtime=self.runtime)
         work = _Work(self, candidate, longest, needs)
         return max((state.plus(moment) for moment in work.backward()), key=lambda m: m.total)
@@ -184,8 +181,7 @@ class MemoryModel:
         )
 
     def engine_weights(self, tensor: int, value: int) -> float:
-        """Weights on one rank of an engine: the model's, and the pairs of two versions of an
-        adapter."""
+        """Weights on an engine's rank: the model's, and the pairs of two versions of an adapter."""
         pairs = ADAPTERS * self.shape.layers * self.shape.pair_parameters(tensor)
         return float(value) * (self.shape.parameters / tensor + pairs)
 

@@ -48,10 +48,8 @@ class Load(NamedTuple):
 
 
 class Roofline:
-    """Seconds of the stages for one model on one kind of hardware.
-
-    value: bytes of a number that an engine computes with.
-    """
+    """Seconds of the stages for one model on one kind of hardware. value: bytes of a number that an
+    engine computes with."""
 
     def __init__(
         self, shape: ModelShape, device: DeviceFigures, hardware: Hardware, value: int = 2

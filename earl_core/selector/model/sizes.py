@@ -44,10 +44,8 @@ def smaller_microbatches(asked: int, longest: float) -> list[int]:
 
 
 def coarse(value: float) -> int:
-    """The greatest of 1, 2, 3, 4, 6, 8, 12, 16, … that is not above the value; 0 below 1.
-
-    Coarse, so that a growing context does not ask for another candidate every iteration.
-    """
+    """The greatest of 1, 2, 3, 4, 6, 8, 12, 16, … that is not above the value; 0 below 1. Coarse,
+    so that a growing context does not ask for another candidate every iteration."""
     if value < 1:
         return 0
     power = 1 << (int(value).bit_length() - 1)

@@ -1,9 +1,8 @@
 """Observations that a run makes of its own stages, and the selector's conclusions. Pure functions.
 
 A run keeps its observations in `RUN/selector.jsonl`. Rates mean what `ProfilePoint` and
-`Predictor.rate` mean by them, so that what was observed and what is predicted next are the same
-quantity: `decode_rate` and `training_rate` take a stage's seconds apart as the roofline puts them
-together.
+`Predictor.rate` mean by them, so that observed and predicted are the same quantity: `decode_rate`
+and `training_rate` take a stage's seconds apart as the roofline puts them together.
 """
 
 from __future__ import annotations
@@ -82,10 +81,8 @@ def attempts_of(observations: Iterable[Observation], iteration: int) -> int:
 
 
 def calibration_of(observations: Sequence[Observation]) -> Calibration:
-    """Measured peaks beside what the formula said, the newest of each stage.
-
-    A failure counts no more once as much by the formula has worked.
-    """
+    """Measured peaks beside what the formula said, the newest of each stage. A failure counts no
+    more once as much by the formula has worked."""
     peaks: list[Peak] = []
     for stage in SELECTABLE:
         mine = [seen for seen in observations if seen.stage == stage and seen.formula_bytes > 0]
@@ -150,10 +147,7 @@ def overflow_tokens(observations: Iterable[Observation]) -> float:
 
 
 def refined(
-    profile: ProfileTable,
-    observations: Iterable[Observation],
-    half_life: float,
-    hardware: Hardware,
+    profile: ProfileTable, observations: Iterable[Observation], half_life: float, hardware: Hardware
 ) -> ProfileTable:
     """The profile with what the run measured itself. half_life: in iterations."""
     for seen in observations:

@@ -271,10 +271,8 @@ def only_writer(directory: Path, mark: str) -> Iterator[None]:
 
 
 def read_table(directory: Path, mark: str) -> ProfileTable:
-    """The table of a fingerprint; empty when nothing was measured.
-
-    Raises `ProfileError` for a file that is damaged or of another fingerprint or format.
-    """
+    """The table of a fingerprint; empty when nothing was measured. Raises `ProfileError` for a file
+    that is damaged or of another fingerprint or format."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

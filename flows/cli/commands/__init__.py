@@ -1,3 +1,1 @@
-"""The commands of `earl`: arguments and help, a module for each kind. Their bodies are imported
-when they run.
-"""
+"""Commands of `earl`: arguments and help, a module for each kind; bodies are imported late."""

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Debug, Json, Overrides, RunsDirectory
-from flows.cli.completion import complete_configuration
+from flows.cli.arguments import Debug, Json, Overrides, RunsDirectory, complete_configuration
 from flows.cli.errors import reported
 
 app = typer.Typer()
@@ -20,9 +19,7 @@ Configuration = Annotated[str, typer.Argument(help=_WHAT, autocompletion=complet
 
 @app.command()
 def runs(
-    runs_directory: RunsDirectory = "runs",
-    as_json: Json = False,
-    debug: Debug = False,
+    runs_directory: RunsDirectory = "runs", as_json: Json = False, debug: Debug = False
 ) -> None:
     """List the runs of a directory: state, iterations, last return, size."""
     with reported(debug):

@@ -19,8 +19,7 @@ def profile(
         float, typer.Option(min=0.1, help="Time limit of all starts of this profile together.")
     ] = 20.0,
     context: Annotated[
-        str | None,
-        typer.Option(help="Longest context, such as 32K. Default: that of the model."),
+        str | None, typer.Option(help="Longest context, such as 32K. Default: that of the model.")
     ] = None,
     overrides: Overrides = None,
     plain: Plain = False,

@@ -43,9 +43,7 @@ def down(runs_directory: RunsDirectory = "runs", debug: Debug = False) -> None:
 
 @app.command()
 def status(
-    runs_directory: RunsDirectory = "runs",
-    as_json: Json = False,
-    debug: Debug = False,
+    runs_directory: RunsDirectory = "runs", as_json: Json = False, debug: Debug = False
 ) -> None:
     """Show servers, worker, runs with iteration and stage, and shared memory."""
     with reported(debug):

@@ -74,6 +74,6 @@ def shards_serve(
     The token is taken from EARL_SHARDS_TOKEN, or made and written to a file that it names.
     """
     with reported(debug):
-        from flows.cli.shards_serve import serve_shards
+        from flows.cli.shards import serve_shards
 
         serve_shards(run, runs_directory, host, port)

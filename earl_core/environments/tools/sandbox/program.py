@@ -19,10 +19,12 @@ import sys
 import time
 import traceback
 import types
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from earl_core.environments.tools.sandbox import filters, kernel, tree, view
+from earl_core.environments.tools.sandbox import filters, kernel, view
 
 REFUSED = 126
 _INNER_USER = 1000
@@ -40,6 +42,7 @@ _SPACES = (
     | kernel.NEW_PROCESSES
     | kernel.NEW_NETWORK
 )
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def _watch(settings: Settings, worker: int, watched: set[signal.Signals]) -> NoR
             began = time.monotonic()
             why = why or _too_much(settings)
             period = max(_PERIOD, (time.monotonic() - began) / _LOOK_SHARE)
-    tree.end_all()
+    end_all()
     if code is not None and code > 128 and not why:
         name = signal.Signals(code - 128).name
         why = f"the code was ended by {name}"
@@ -133,10 +136,10 @@ def _ended(worker: int) -> int | None:
 
 
 def _too_much(settings: Settings) -> str:
-    processes = tree.descendants()
+    processes = descendants()
     if len(processes) > settings.processes + 2:
         return f"the code had over {settings.processes} processes"
-    if tree.memory_of(processes, settings.memory) > settings.memory:
+    if memory_of(processes, settings.memory) > settings.memory:
         return f"the code used over {settings.memory >> 20} MiB in all its processes"
     return ""
 
@@ -294,3 +297,66 @@ def _run(code: str) -> None:
         shown = traceback.TracebackException(type(error), error, below)
         print("".join(shown.format()), end="", file=sys.stderr)
         sys.exit(1)
+
+
+def descendants() -> list[int]:
+    """List the descendants of this process; those that ended and were not waited for too."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            stat = _read(f"/proc/{entry}/stat").rpartition(b") ")[2].split()
+            if len(stat) > 1:
+                children[int(stat[1])].append(int(entry))
+    found = list(children[os.getpid()])
+    for each in found:
+        found += children[each]
+    return found
+
+
+def memory_of(processes: list[int], limit: int) -> int:
+    """Bytes of all of them together. Pages that several share are told apart, which takes longer,
+    only where they could make the difference to the limit."""
+    held = (_read(f"/proc/{each}/statm").split() for each in processes)
+    resident = sum(int(fields[1]) for fields in held if len(fields) > 1) * _PAGE
+    if resident <= limit:
+        return resident
+    shares = (_share(_read(f"/proc/{each}/smaps_rollup")) for each in processes)
+    known = [share for share in shares if share is not None]
+    return sum(known) if known else resident
+
+
+def end_all() -> None:
+    """Kill until none is left. They are stopped first, so that none begins others meanwhile."""
+    stopped: set[int] = set()
+    while new := set(descendants()) - stopped:
+        _signal(new, signal.SIGSTOP)
+        stopped |= new
+    while True:
+        _signal(descendants(), signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _signal(processes: Iterable[int], number: signal.Signals) -> None:
+    for each in processes:
+        try:
+            os.kill(each, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def _share(rollup: bytes) -> int | None:
+    for line in rollup.splitlines():
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as stream:
+            return stream.read()
+    except OSError:  # it ended meanwhile
+        return b""

@@ -33,10 +33,8 @@ def readable_paths() -> list[str]:
 
 
 def enter(base: str) -> None:
-    """Make a root of its own, mounted at the folder `base`, for this mount namespace.
-
-    Raises `OSError` where a part of it cannot be had, apart from `/proc`, which is then empty.
-    """
+    """Make a root of its own, mounted at the folder `base`, for this mount namespace. Raises
+    `OSError` where a part of it cannot be had, apart from `/proc`, which is then empty."""
     base = os.path.realpath(base)
     kernel.attach(None, "/", None, kernel.RECURSIVE | kernel.PRIVATE)
     held = kernel.NO_SUID | kernel.NO_DEVICES

@@ -1,4 +1,7 @@
-"""`docs/metrics.md`, made of the metric catalogue; `python -m tasks.tracking.metrics_page` does."""
+"""Write docs/metrics.md from the catalogue of metrics.
+
+`python docs/site/metrics.py` writes it; a test compares it with `page()`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from pathlib import Path
 
 from tasks.tracking.metric_catalogue import CATALOGUE, Metric
 
-PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[1] / "metrics.md"
 
 _INTRODUCTION = """# Metrics
 
-Written by `python -m tasks.tracking.metrics_page` from `tasks/tracking/metric_catalogue.py`.
+Written by `python docs/site/metrics.py` from `tasks/tracking/metric_catalogue.py`.
 
 Every finished iteration is a line of `metrics.jsonl` in the run directory, with all numbers. MLflow
 gets those of the first tables, one chart each. It orders its sections by name, so that the run page
@@ -45,8 +48,8 @@ _OWN = "Your own metrics"
 _KEPT = "Only in `metrics.jsonl`"
 
 
-def metrics_page() -> str:
-    """The page, Markdown."""
+def page() -> str:
+    """The whole page."""
     parts = [_INTRODUCTION]
     shown = [metric for metric in CATALOGUE if metric.mlflow]
     for title, metrics in groupby(shown, key=_title):
@@ -72,4 +75,4 @@ def _table(title: str, columns: list[str], metrics: Iterable[Metric]) -> str:
 
 
 if __name__ == "__main__":
-    PATH.write_text(metrics_page(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,163 @@
+"""Learners that meshes are compared by: models, algorithms, and how samples are dealt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.parallel.mesh import UpdateMesh
+from earl_core.learner.policy_learner import PolicyLearner
+from tests.learner.helpers import random_samples
+from tests.learner.test_policy_learner import make_learner
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def model(kind: str) -> PreTrainedModel:
+    """Vocabularies that no number of ranks divides, tied and not, with and without biases; samples
+    hold padding tokens, whose embedding gets no gradient from look-ups."""
+    torch.manual_seed(3)
+    if kind == "llama":
+        return LlamaForCausalLM(
+            LlamaConfig(
+                **SHAPE,
+                vocab_size=43,
+                pad_token_id=7,
+                tie_word_embeddings=False,
+                attention_bias=True,
+                mlp_bias=True,
+            )
+        )
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(
+            Qwen3Config(**SHAPE, vocab_size=41, head_dim=8, tie_word_embeddings=False)
+        )
+    return Qwen2ForCausalLM(
+        Qwen2Config(**SHAPE, vocab_size=41, pad_token_id=5, tie_word_embeddings=True)
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A learner, its samples, and how they are dealt: each group's data rank, modulo their number.
+
+    A smooth Adam (large epsilon) lets errors of gradients show in the weights as they are.
+    """
+
+    kind: str = "llama"
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    update: dict[str, Any] = field(default_factory=dict)
+    samples: int = 18
+    dealt: tuple[int, ...] = (0, 1, 2, 3)
+    chunk_tokens: int | None = None
+    adapter: dict[str, Any] | None = None
+
+    def learner(self, scratch: Path, mesh: UpdateMesh | None = None) -> PolicyLearner:
+        settings = {"minibatches": 3, "epsilon": 1e-2, "learning_rate": 0.03, "weight_decay": 0.1}
+        return make_learner(
+            scratch / self.kind,
+            self.algorithm,
+            mesh=mesh,
+            logits_chunk_tokens=self.chunk_tokens,
+            adapter=self.adapter,
+            **settings | self.update,
+        )
+
+    def dealt_to(self, mesh: UpdateMesh) -> list[TrainingSample]:
+        samples = random_samples(self.samples, samples_per_episode=2)
+        return [
+            sample
+            for sample in samples
+            if self.dealt[sample.group_id % len(self.dealt)] % mesh.deployment.data_parallel
+            == mesh.data_rank
+        ]
+
+
+CASES = {
+    "ppo_clip": Case(
+        algorithm={
+            "policy_loss": {"name": "ppo_clip", "clip_high": 0.28},
+            "kl": {"placement": "loss", "coefficient": 0.1},
+            "importance_correction": {"cap": 1.5},
+            "entropy_coefficient": 0.01,
+        },
+        update={"max_grad_norm": 0.5},
+    ),
+    "gspo_tied": Case(
+        kind="qwen2",
+        algorithm={"policy_loss": "gspo", "aggregation": "sequence_mean_token_mean"},
+        update={"activation_checkpointing": "selective"},
+        chunk_tokens=3,
+    ),
+    "one_rank_has_all": Case(
+        algorithm={
+            "policy_loss": {"name": "dppo", "mask_low": 0.005, "mask_high": 0.002},
+            "aggregation": "sequence_mean_token_sum",
+            "entropy_coefficient": 0.01,
+        },
+        dealt=(0,),
+        chunk_tokens=5,
+    ),
+    "uneven_tied": Case(
+        kind="qwen2",
+        algorithm={
+            "aggregation": {"name": "constant", "length": 64},
+            "importance_correction": {"level": "sequence"},
+        },
+        update={"max_tokens_per_microbatch": 1, "activation_checkpointing": "full"},
+        dealt=(0, 0, 1, 0, 2),
+    ),
+    "one_microbatch": Case(
+        algorithm={"policy_loss": "policy_gradient"},
+        update={"max_tokens_per_microbatch": 100_000, "minibatches": 1, "epochs": 3},
+    ),
+    "norms_of_heads": Case(kind="qwen3"),
+}
+
+# The first step moves B alone where it begins as 0.
+ADAPTERS = {
+    "all_linear": Case(
+        algorithm=CASES["ppo_clip"].algorithm,
+        update={"max_grad_norm": 0.5},
+        adapter={"rank": 3, "alpha": 6},
+    ),
+    "some_tied": Case(
+        kind="qwen2",
+        update={"activation_checkpointing": "full", "max_tokens_per_microbatch": 1},
+        dealt=(0, 0, 1, 0, 2),
+        chunk_tokens=3,
+        adapter={"rank": 8, "alpha": 4, "targets": ["q_proj", "o_proj", "down_proj"]},
+    ),
+}
+
+# A sample a microbatch, so that ranks which share no sample compute what one process does, bit for
+# bit, and add the same numbers up in float32.
+MIXED = Case(
+    kind="qwen2",
+    algorithm={"entropy_coefficient": 0.01},
+    update={
+        "precision": "bf16",
+        "max_tokens_per_microbatch": 1,
+        "activation_checkpointing": "full",
+    },
+)
