@@ -38,6 +38,9 @@ from earl_core.system.settings import Place, Settings
 KEPT_ANCESTOR = "ancestor"
 """The folder of a run directory that holds a copy of its ancestor's model."""
 
+KEPT_ADAPTER = "adapter"
+"""Likewise of the adapter that it began with."""
+
 KEPT_REFERENCES = "references"
 """Likewise of the frozen models that its KL penalties name."""
 
@@ -242,11 +245,13 @@ class RunConfig(Settings):
 
     @property
     def initial_model(self) -> ModelConfig:
-        """The model of policy version 0, as the run's processes load it: of a run with an ancestor
-        the copy in its directory."""
-        if self.model.ancestor is None:
-            return self.model
-        return self.model.at(Path(self.runs_directory, self.name, KEPT_ANCESTOR, "model"))
+        """The model of policy version 0, as the run's processes load it: what the run began with
+        has a copy in its directory."""
+        run, model = Path(self.runs_directory, self.name), self.model
+        if model.ancestor is not None:
+            model = model.at(run / KEPT_ANCESTOR / "model")
+        pairs = run / KEPT_ADAPTER / "model"
+        return model.beginning_with(pairs) if pairs.is_dir() else model
 
     @property
     def references(self) -> tuple[str, ...]:

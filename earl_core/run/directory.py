@@ -11,7 +11,7 @@ runs/<name>/
   groups.jsonl                   groups that were sealed one by one (`schedule.mode: stream`)
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
-  ancestor/, references/         the weights that it began with, and its teachers
+  ancestor/, adapter/, references/  the weights that it began with, and its teachers
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
   weights/                       older versions that rollouts to come play, if they are stale
   logs/attempt_1/                worker logs
