@@ -22,6 +22,7 @@ from typing import Any
 
 from earl_core.environments.games.tic_tac_toe import RULES
 from earl_core.environments.registry import create
+from earl_core.run.checkpoints import evaluated
 from tools.harness import REPOSITORY, Report, Row, parser, publish
 from tools.process_tree import train_command
 
@@ -36,7 +37,7 @@ def main() -> None:
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--games", type=int, default=2000, help="scripted ones")
     made.add_argument("--imitating", type=int, default=24, help="iterations, of 256 games each")
-    made.add_argument("--most", type=int, default=160, help="iterations that play, in each run")
+    made.add_argument("--most", type=int, default=80, help="iterations that play, in each run")
     made.add_argument("--every", type=int, default=4, help="iterations between evaluations")
     options = made.parse_args()
     if options.quick:
@@ -84,41 +85,50 @@ def measured(seed: int, scratch: Path, options: argparse.Namespace) -> list[Row]
     first = options.imitating
     warm = [*common, f"imitation={json.dumps(told)}", f"iterations={first + options.most}"]
     cold = [*common, f"iterations={options.most}"]
-    begun, taken = trained(f"warm_{seed}", warm, first)
-    nothing, alone = trained(f"cold_{seed}", cold, 0)
+    begun, taken = trained(scratch / "runs" / f"warm_{seed}", warm, first)
+    nothing, alone = trained(scratch / "runs" / f"cold_{seed}", cold, 0)
     return [
         {"run": "imitation", "seed": seed, **begun, "iterations": taken, "share": taken / alone},
         {"run": "from nothing", "seed": seed, **nothing, "iterations": alone, "share": 1.0},
     ]
 
 
-def trained(name: str, overrides: list[str], first: int) -> tuple[Row, int]:
+def trained(run: Path, overrides: list[str], first: int) -> tuple[Row, int]:
     """Train until an evaluation after iteration `first` has enough wins; what the evaluation at
     `first` said, and the iterations that it took from there."""
-    command = train_command(RECIPE, [f"name={name}", *overrides], "--json")
+    command = train_command(RECIPE, [f"name={run.name}", *overrides], "--json")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    begun: Row = {}
-    last, reached = first, False
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            told = json.loads(line)
-            if told["kind"] != "evaluation" or told["iteration"] < first:
-                continue
-            metrics, last = told["metrics"], told["iteration"]
-            wins = metrics.get("outcome/win/share", metrics.get("outcome/win", 0.0))
-            if not begun:
-                begun = {"legal moves": legal_share(metrics), "wins before": wins}
-            print(f"{name}: {last} iterations, {wins:.1%} wins", file=sys.stderr, flush=True)
-            if wins >= WINS:
-                reached = True
-                process.send_signal(signal.SIGTERM)
-                break
-    if process.returncode and not reached:
-        raise SystemExit(f"{name} ended with {process.returncode}")
-    return begun, max(1, last - first)
+    if not reached(run, first):
+        with subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if json.loads(line)["kind"] == "evaluation" and reached(run, first):
+                    process.send_signal(signal.SIGTERM)
+                    break
+        if process.returncode and not reached(run, first):
+            raise SystemExit(f"{run.name} ended with {process.returncode}")
+    found = wins(run, first)
+    begun = next(each.metrics for each in evaluated(run) if each.iteration == first)
+    return {"legal moves": legal_share(begun), "wins before": found[first]}, max(found) - first
+
+
+def wins(run: Path, first: int) -> dict[int, float]:
+    """The share of wins by the iterations before each evaluation, those that imitate included."""
+    return {
+        each.iteration: each.metrics.get("outcome/win/share", 0.0)
+        for each in evaluated(run)
+        if each.iteration >= first
+    }
+
+
+def reached(run: Path, first: int) -> bool:
+    found = wins(run, first)
+    if found:
+        last = max(found)
+        print(f"{run.name}: {last} iterations, {found[last]:.1%} wins", file=sys.stderr, flush=True)
+    return any(share >= WINS for share in found.values())
 
 
 def legal_share(metrics: dict[str, Any]) -> float:

@@ -148,7 +148,8 @@ class Debugged:
 
     def _take_waves(self) -> None:
         """Have the waves of prompts that were played be scored again, and not played."""
-        waves = int(self._graph.manifests["rollout"].metrics.get("waves", 0))
+        played = self._graph.manifests.get("rollout")
+        waves = int(played.metrics.get("waves", 0)) if played is not None else 0
         for name in (in_wave("rollout", wave) for wave in range(1, waves + 1)):
             if (sealed := self._sealed(name)) is not None:
                 self._graph.manifests[name] = sealed

@@ -24,6 +24,7 @@ from earl_core.deployment.stages import (
     Stage,
     in_wave,
     rounds,
+    rows_of,
     taking_part,
 )
 from earl_core.dispatch import Manifest
@@ -90,7 +91,7 @@ class StageGraph:
             await self._runner.together(works)
             if STAGES["reward"] in stages:
                 sealed = self.manifests
-                self.controller.episodes.begin(sealed["rollout"], sealed["reward"])
+                self.controller.episodes.begin(rows_of(sealed), sealed["reward"])
 
     async def _until_done(self, work: Work) -> None:
         """Choose a plan and do `work` under it; again as often as a stage is infeasible and there

@@ -212,7 +212,7 @@ def _apart(controller: RunController, number: int) -> bool:
     """Tell whether engines begin the iteration's rollout only when all have ended the one before:
     because its prompts follow from that one's seal, to evaluate its version first, or to change."""
     config, run = controller.config, controller.run
-    if follows_seal(run, number):
+    if follows_seal(config):
         return True
     if _is_first(controller, number) and config.evaluates(run.versions.played(number)):
         return True
@@ -223,7 +223,7 @@ def _apart(controller: RunController, number: int) -> bool:
 
 def overlaps(settings: RunConfig) -> bool:
     """Tell whether iterations run side by side; colocated stages take turns anyway."""
-    return settings.schedule.staleness > 0 and settings.stages.placed.side_by_side
+    return settings.schedule.pinned > 0 and settings.stages.placed.side_by_side
 
 
 def _may_go_back(

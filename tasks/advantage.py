@@ -7,6 +7,7 @@ from typing import Any
 from earl_core.algorithms.moments import merge_statistics
 from earl_core.cluster.rpc import merge_results
 from earl_core.control.stage_execution import without_step
+from earl_core.deployment.stages import rows_of
 from earl_core.experience.advantage import ADVANTAGE_RULES
 from tasks.stage import StageInputs, stage_task
 
@@ -28,14 +29,14 @@ def advantage(given: StageInputs) -> dict[str, Any]:
         )
 
     statistics = merge_statistics(in_every_rank("advantage_statistics"))
-    played = given.manifests["rollout"].metrics
+    played = rows_of(given.manifests).metrics
     alike = played.get("groups_alike", 0.0)
     if not statistics["episodes"]:
         without_step(controller, given.iteration, alike=alike > 0)
     result = merge_results(in_every_rank("advantage", statistics=statistics), ADVANTAGE_RULES)
     failed = sum(
-        given.manifests[stage].metrics.get("episodes_failed", 0.0)
-        for stage in ("rollout", "reward")
+        metrics.get("episodes_failed", 0.0)
+        for metrics in (played, given.manifests["reward"].metrics)
     )
     prompts, groups = controller.config.rollout.prompts_per_iteration, statistics["groups"]
     if "waves" in played:

@@ -7,7 +7,7 @@ from typing import Any
 from earl_core.cluster.rpc import Rule, merge_results
 from earl_core.control.learner import call_together, ensure_learner
 from earl_core.control.stage_execution import StageWatch, training_load
-from earl_core.deployment.stages import STAGES
+from earl_core.deployment.stages import STAGES, rows_of
 from earl_core.run.worker import READ_RULES
 from tasks.stage import StageInputs, stage_task
 
@@ -30,7 +30,7 @@ def reference(given: StageInputs) -> dict[str, Any]:
     deployment = given.plan[role]
     # What is seen of the stage is its own, whoever does it.
     watch = StageWatch(controller, deployment._replace(stage="reference"), iteration)
-    with watch.fitting(training_load(given.manifests["rollout"])):
+    with watch.fitting(training_load(rows_of(given.manifests))):
         if role in controller.learners:
             version = controller.run.versions.before(iteration)
             ensure_learner(controller, deployment, iteration, version)

@@ -15,7 +15,7 @@ from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe
 from earl_core.deployment.plan import DeploymentPlan
-from earl_core.deployment.stages import STAGES
+from earl_core.deployment.stages import PLAYED, STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from earl_core.run.saved_versions import prune_versions, save_versions
@@ -59,7 +59,7 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
 
 def _stage_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
     return {
-        f"{stage}/{name}": value
+        f"{STAGES[stage].told_as or stage}/{name}": value
         for stage in STAGES
         if stage in manifests
         for name, value in manifests[stage].metrics.items()
@@ -73,7 +73,7 @@ def _choice_metrics(controller: RunController, manifests: dict[str, Manifest]) -
     lines = [line for line in controller.run.metrics() if line["iteration"] < plan.iteration]
     name = "rollout/context/mean"
     contexts = [float(line[name]) for line in lines if name in line]
-    played = manifests["rollout"].metrics if "rollout" in manifests else {}
+    played = next((manifests[name].metrics for name in PLAYED if name in manifests), {})
     return {
         **selector_metrics(plan, before, manifests, seen, controller.hardware.gpus),
         **load_metrics(played, contexts),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from earl_core.control.prompt_waves import divided, rank_results, whole_reward
-from earl_core.deployment.stages import in_wave
+from earl_core.deployment.stages import in_wave, rows_of
 from earl_core.experience.reward import merge_rewards
 from earl_core.secrets import redact_tree
 from tasks.stage import StageInputs, reference_to, stage_task
@@ -19,7 +19,8 @@ def reward(given: StageInputs) -> dict[str, Any]:
     rollouts, rewards = divided(list(given.manifests.values()))
     if config.rollout.filters_groups and not given.wave:
         return whole_reward(config, rewards)
-    played = given.manifests[in_wave("rollout", given.wave)]
+    wave = in_wave("rollout", given.wave)
+    played = given.manifests[wave] if given.wave else rows_of(given.manifests)
     results = controller.groups.call(
         given.plan["experience"],
         "experience",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from prefect import Task
 
 from tasks.advantage import advantage
+from tasks.collect import collect
 from tasks.demonstrate import demonstrate
 from tasks.evaluate import evaluation
 from tasks.publish import publish
@@ -20,7 +21,7 @@ from tasks.update import update
 TASKS: Mapping[str, Task[..., StageRef]] = {
     task.name: task
     for task in (
-        *(select, rollout, demonstrate, reference, reward, advantage, update, publish),
+        *(select, rollout, collect, demonstrate, reference, reward, advantage, update, publish),
         evaluation,
     )
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 from earl_core.algorithms.importance import too_small
 from earl_core.control.learner import call_learner, ensure_learner
+from earl_core.control.prompt_waves import taken_before
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import (
     StageWatch,
@@ -27,11 +28,12 @@ def update(given: StageInputs) -> dict[str, Any]:
     controller, iteration, deployment = given.controller, given.iteration, given.plan["update"]
     run, learner = controller.run, controller.learners[deployment.stage]
     checkpoint = learner.checkpoint(iteration) if due(controller, iteration) else None
+    taken = taken_before(run, iteration + 1)
     load = training_load(rows_of(given.manifests))
     watch = StageWatch(controller, deployment, iteration)
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
-        if controller.config.schedule.staleness:
+        if controller.config.schedule.pinned:
             # Rollouts to come play this version, too, which nobody holds after the update.
             input_weights(controller, deployment, iteration, "update")
         if not controller.hardware.gpus:
@@ -50,6 +52,8 @@ def update(given: StageInputs) -> dict[str, Any]:
                 "run": run.uid,
                 "tracking": run.record.get("tracking"),
                 "key": controller.verdicts[iteration, "update"].key,
+                "prompts_trained": taken.prompts,
+                "demonstrations_trained": taken.demonstrations,
             },
         )
     learner.version = int(result["policy_version"])

@@ -66,3 +66,26 @@ def check_groups(
             f"{unrewarded[0]!r} gets a reward, so all of its groups would leave, and its `kl` with "
             "them: leave alike_groups out"
         )
+
+
+def check_stream(
+    rollout: RolloutConfig, agents: Sequence[str], policy: str, imitates: bool, learns: bool
+) -> None:
+    """Raise `ValueError` for settings that groups which go on under newer weights cannot have.
+
+    agents: environments of agents. policy: of the selector. imitates, learns: first iterations
+    imitate, and a curriculum divides the prompts.
+    """
+    problems = {
+        f"rollout.engine `{rollout.engine}`, which does not change its weights between two tokens "
+        "yet: choose `torch`": rollout.engine != "torch",
+        f"agents ({', '.join(agents)}), whose time limits run on while their engine is away: let "
+        "EARL's own loop play": bool(agents),
+        f"rollout.alike_groups `{rollout.alike_groups}`: leave it out": rollout.filters_groups,
+        "imitation: imitate in a run of its own, and begin this one from it (model.from)": imitates,
+        "a curriculum, which reads the returns of whole rollouts: leave it out": learns,
+        f"selector.policy `{policy}`: set it to `fixed`": policy != "fixed",
+    }
+    for problem, there in problems.items():
+        if there:
+            raise ValueError(f"schedule.mode `stream` does not go with {problem}")

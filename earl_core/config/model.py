@@ -39,8 +39,8 @@ class AdapterConfig(Settings):
     source: Place | None = Field(
         default=None,
         alias="from",
-        description="A directory in PEFT's format with the pairs to begin from; by default A is "
-        "random and B is 0, which is the model itself.",
+        description="A directory in PEFT's format with the pairs to begin from, of which the run "
+        "directory gets a copy; by default A is random and B is 0, which is the model itself.",
     )
 
     @property
@@ -129,6 +129,13 @@ class ModelConfig(Settings):
     def whole(self, path: str | Path) -> ModelConfig:
         """These settings of a model that lies in another directory, without an adapter."""
         return self.at(path).model_copy(update={"adapter": None})
+
+    def beginning_with(self, pairs: Path) -> ModelConfig:
+        """These settings with the pairs of another directory, where an adapter begins with any."""
+        if self.adapter is None or self.adapter.source is None:
+            return self
+        adapter = self.adapter.model_copy(update={"source": str(pairs)})
+        return self.model_copy(update={"adapter": adapter})
 
     @property
     def made(self) -> ModelConfig:

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
-from earl_core.config.combinations import check_algorithm, check_groups
+from earl_core.config.combinations import check_algorithm, check_groups, check_stream
 from earl_core.config.environment import CurriculumConfig, EnvironmentConfig, MixedEnvironment
 from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
@@ -37,6 +37,9 @@ from earl_core.system.settings import Place, Settings
 
 KEPT_ANCESTOR = "ancestor"
 """The folder of a run directory that holds a copy of its ancestor's model."""
+
+KEPT_ADAPTER = "adapter"
+"""Likewise of the adapter that it began with."""
 
 KEPT_REFERENCES = "references"
 """Likewise of the frozen models that its KL penalties name."""
@@ -231,6 +234,10 @@ class RunConfig(Settings):
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         self.schedule.check(self.iterations, corrected)
+        if self.schedule.streams:
+            agents = [label or "environment" for label, each in self.played.items() if each.agent]
+            others = self.imitation is not None, self.curriculum is not None
+            check_stream(rollout, agents, self.selector.policy, *others)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages)
@@ -238,11 +245,13 @@ class RunConfig(Settings):
 
     @property
     def initial_model(self) -> ModelConfig:
-        """The model of policy version 0, as the run's processes load it: of a run with an ancestor
-        the copy in its directory."""
-        if self.model.ancestor is None:
-            return self.model
-        return self.model.at(Path(self.runs_directory, self.name, KEPT_ANCESTOR, "model"))
+        """The model of policy version 0, as the run's processes load it: what the run began with
+        has a copy in its directory."""
+        run, model = Path(self.runs_directory, self.name), self.model
+        if model.ancestor is not None:
+            model = model.at(run / KEPT_ANCESTOR / "model")
+        pairs = run / KEPT_ADAPTER / "model"
+        return model.beginning_with(pairs) if pairs.is_dir() else model
 
     @property
     def references(self) -> tuple[str, ...]:

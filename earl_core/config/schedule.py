@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from earl_core.system.settings import Settings
@@ -9,7 +11,8 @@ from earl_core.system.shared_memory import VERSIONS
 
 
 class ScheduleConfig(Settings):
-    """Overlap of iterations, with policy versions that depend on the iteration alone."""
+    """Overlap of iterations: with policy versions that depend on the iteration alone, or with
+    groups that go on under newer ones."""
 
     staleness: int = Field(
         default=0,
@@ -20,16 +23,40 @@ class ScheduleConfig(Settings):
         "still run. 0: each rollout is played with the newest version.",
     )
 
+    mode: Literal["pinned", "stream"] = Field(
+        default="pinned",
+        description="pinned: all of a rollout is played with one policy version. stream: groups of "
+        "episodes are admitted, and go on under newer weights, while no token that is trained on "
+        "is more than staleness versions old; what was not finished goes on after the update. "
+        "Rollout engine `torch` only.",
+    )
+
+    @property
+    def streams(self) -> bool:
+        """True where groups are sealed one by one, and collected in order."""
+        return self.mode == "stream"
+
+    @property
+    def pinned(self) -> int:
+        """How many versions before the newest one a rollout is played with; engines whose groups go
+        on always play the newest."""
+        return 0 if self.streams else self.staleness
+
     @property
     def versions(self) -> int:
         """Sets of published weights that are there at a time, at most: those that rollouts to come
         play, and the one that is being written."""
-        return VERSIONS + self.staleness
+        return VERSIONS + self.pinned
 
     def check(self, iterations: int, corrected: bool) -> None:
         """Raise `ValueError` for a staleness that cannot work. corrected: the loss accounts for
         the policy that sampled."""
         if not self.staleness:
+            if self.streams:
+                raise ValueError(
+                    "schedule.mode is `stream` and schedule.staleness 0, so that no group may be "
+                    "admitted before the update of the one before it: set staleness to 1 or more"
+                )
             return
         if self.staleness >= iterations:
             raise ValueError(

@@ -90,8 +90,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         section, _, key = name.rpartition(".")
         if name not in _LATER or key in look_up(whole, section):
             found[name] = look_up(whole, name)
-    if config.model.adapter is not None and _ADAPTER in found:
-        found[_ADAPTER]["digest"] = config.model.adapter.source_digest
+    if (adapter := config.initial_model.adapter) is not None and _ADAPTER in found:
+        found[_ADAPTER]["digest"] = adapter.source_digest
     return found
 
 

@@ -8,38 +8,24 @@ bytes where the file system allows it. From then on nothing of the ancestor is n
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.model import ModelConfig
-from earl_core.config.run import KEPT_ANCESTOR
+from earl_core.config.run import KEPT_ADAPTER, KEPT_ANCESTOR
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.deployment.shapes import ModelShape
 from earl_core.pretrained.adapter_directory import ADAPTER_FOLDER, POLICY_FOLDER
-from earl_core.pretrained.model_directory import needed_files, read_model_shape
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import own_template
 from earl_core.run import RunDirectory
-from earl_core.run.checkpoints import file_checksum, holding_checkpoint, read_state
+from earl_core.run.checkpoints import holding_checkpoint, read_state
+from earl_core.run.kept_models import check_noted, keep, kept_record
 from earl_core.run.record import RunDamaged, lineage, read_record, stored_config
-from earl_core.system import fault_points
-from earl_core.system.files import (
-    canonical_json,
-    link_or_copy,
-    make_directory,
-    sync,
-    write_atomic,
-)
-
-_RECORD = "ancestor.json"
 
 
 @dataclass(frozen=True)
@@ -102,12 +88,31 @@ def keep_ancestor(run: RunDirectory, ancestor: Ancestor | None) -> None:
     """
     place = run.path / KEPT_ANCESTOR
     if ancestor is not None and (ancestor.directory / "config.json").is_file():
-        keep(ancestor, place)
-    if not place.is_dir():
+        record = keep(ancestor.directory, place, ancestor.record, ancestor.sums)
+    elif place.is_dir():
+        record = kept_record(place)
+    else:
         return
-    record = kept_record(place)
-    if run.record.get("ancestor") != record:
-        run.update_record(ancestor=record)
+    _note(run, place, "ancestor", record)
+
+
+def keep_adapter(run: RunDirectory) -> None:
+    """Give the run its copy of the adapter that it begins with, or check that it has it. Raises
+    `OSError` and `RunDamaged`."""
+    adapter = run.config.model.adapter
+    if adapter is None or adapter.source is None:
+        return
+    place, source = run.path / KEPT_ADAPTER, Path(adapter.source)
+    told = {"from": adapter.source, "path": str(source.resolve())}
+    record = kept_record(place) if place.is_dir() else keep(source, place, told)
+    _note(run, place, "adapter", record)
+
+
+def _note(run: RunDirectory, place: Path, name: str, record: dict[str, Any]) -> None:
+    noted = run.record.get(name)
+    check_noted(place, record, noted)
+    if noted is None:
+        run.update_record(**{name: record})
 
 
 def find_model(text: str, config: RunConfig) -> Ancestor:
@@ -211,62 +216,3 @@ def _check_agreement(model: ModelConfig, found: Ancestor, text: str) -> None:
                 "trained with",
                 remedy="leave it out: the template comes with the weights",
             )
-
-
-def keep(ancestor: Ancestor, place: Path, by_link: bool = False) -> None:
-    """Copy a model to a folder of the run directory, whole or not at all.
-
-    by_link: what is no run's is not copied but named by a symbolic link. Raises `OSError`.
-    """
-    building = place.with_name(f".{place.name}.building")
-    shutil.rmtree(building, ignore_errors=True)
-    by_link = by_link and ancestor.marker is None
-    if by_link:
-        make_directory(building)
-        (building / "model").symlink_to(ancestor.directory.resolve(), target_is_directory=True)
-    else:
-        make_directory(building / "model")
-    source, sums = ancestor.directory, ancestor.sums
-    files = {}
-    for name in sorted(sums or needed_files(os.listdir(source))):
-        target = building / "model" / name
-        if not by_link:
-            make_directory(target.parent)
-            # Whoever owns a model directory may write into its files.
-            copy = link_or_copy if sums or _is_hub_snapshot(source) else shutil.copyfile
-            copy(source / name, target)
-            sync(target)
-        checksum = sums[name] if sums else file_checksum(target)
-        files[name] = {"bytes": target.stat().st_size, "xxh3": checksum}
-    checksums = {name: entry["xxh3"] for name, entry in files.items()}
-    digest = xxhash.xxh3_128_hexdigest(canonical_json(checksums))
-    record = {**ancestor.record, "digest": digest}
-    if _is_hub_snapshot(source):
-        record["revision"] = source.resolve().name
-    content = {"record": record, "files": files}
-    write_atomic(building / _RECORD, json.dumps(content, indent=1).encode())
-    if not by_link:
-        sync(building / "model")
-    make_directory(place.parent)
-    fault_points.point("ancestor.copied", 0)
-    os.rename(building, place)
-    sync(place.parent)
-
-
-def _is_hub_snapshot(directory: Path) -> bool:
-    """True for files of huggingface_hub's cache, whose names are their contents'."""
-    return directory.resolve().parent.name == "snapshots"
-
-
-def kept_record(place: Path) -> dict[str, Any]:
-    """The record of a kept model; raises `RunDamaged` where it is not as it was written."""
-    try:
-        kept: dict[str, Any] = json.loads((place / _RECORD).read_text(encoding="utf-8"))
-        sizes = {name: entry["bytes"] for name, entry in kept["files"].items()}
-        lost = [n for n, size in sizes.items() if (place / "model" / n).stat().st_size != size]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunDamaged(f"{place} is damaged: {error}; put it back as it was") from error
-    if lost:
-        raise RunDamaged(f"{place / 'model' / lost[0]} is not what was written: put it back")
-    record: dict[str, Any] = kept["record"]
-    return record

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from earl_core.cluster.errors import WorkerCallFailed
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.environment import SuiteConfig
+from earl_core.config.run import KEPT_ADAPTER, KEPT_ANCESTOR
 from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import RolloutStage, StagesConfig
 from earl_core.control.device_figures import with_figures
@@ -42,6 +43,7 @@ from earl_core.run.checkpoints import (
     stable_checkpoints,
     verify_checkpoint,
 )
+from earl_core.run.kept_models import kept_record
 from earl_core.run.policy_versions import INITIAL_VERSION, PolicyVersions
 from earl_core.run.recovery import newest_whole
 from earl_core.selector.choice.policy import select
@@ -68,9 +70,13 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
     iteration.
 
     Every file of it is verified. Where the last one is damaged, the last whole one is taken. Raises
-    `ConfigError` with the checkpoints there are, `CheckpointError` for a damaged one.
+    `ConfigError` with the checkpoints there are, `CheckpointError` for a damaged one, `RunDamaged`
+    for a damaged copy of what the run began with.
     """
     if which == "initial":
+        for folder in (KEPT_ANCESTOR, KEPT_ADAPTER):
+            if (run / folder).is_dir():
+                kept_record(run / folder)
         initial = config.initial_model
         if not (Path(initial.path) / "config.json").is_file():
             raise ConfigError(f"the initial model {initial.path} is not there (any more)")

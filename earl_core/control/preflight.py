@@ -72,7 +72,7 @@ def preflight(
     else:
         check_devices(config, hardware)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
-    stale = config.schedule.staleness
+    stale = config.schedule.pinned
     if stale and not config.stages.placed.side_by_side:
         logger.warning(
             "schedule.staleness is %d, but under stages.placement %r rollout and update take "

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from earl_core.config import RunConfig
 from earl_core.deployment.stages import stage_of
-from earl_core.dispatch import Manifest, ManifestError
+from earl_core.dispatch import Manifest
 from earl_core.experience.alike_groups import (
     ENOUGH_SHARE,
     PROMPTS,
@@ -29,6 +28,7 @@ from earl_core.rollout import rollout_stats
 from earl_core.rollout.mixture import Cursor, Place, learn
 from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run import RunDirectory
+from earl_core.run.checkpoints import read_state
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Wave:
     """Prompts that are played and sealed together: those of an iteration, or a wave of them.
 
     first: index in the run of the first one. cursor: where a mixture stands before it. before,
-    earlier: how many prompts the iteration has played in earlier waves, and what of them. counted:
-    whether its seal says which prompts it played.
+    earlier: how many prompts the iteration has played in earlier waves, and what of them.
     """
 
     first: int
@@ -45,41 +44,51 @@ class Wave:
     cursor: Cursor
     before: int = 0
     earlier: tuple[RolloutStats, ...] = ()
-    counted: bool = False
 
     def outputs(self, cursor: Cursor) -> dict[str, Any]:
         """Return the outputs from which the next prompts follow. cursor: after these prompts."""
         places = {label: place.model_dump() for label, place in cursor.items()}
-        told = {PROMPTS: [self.first, self.first + self.prompts]} if self.counted else {}
-        return {"cursor": places, **told}
+        return {"cursor": places, PROMPTS: [self.first, self.first + self.prompts]}
 
 
 def whole_iteration(run: RunDirectory, iteration: int) -> Wave:
     """Return the prompts of an iteration that go on after those of the last one."""
-    asked, before = run.config.rollout.prompts_per_iteration, run.config.played_before(iteration)
-    first, counted = before * asked, False
-    if before:
-        try:
-            told = run.manifest(iteration - 1, "rollout").outputs.get(PROMPTS)
-        except ManifestError:
-            # Of a run without a mixture nothing else of that seal is needed.
-            if run.config.rollout.filters_groups:
-                raise
-            told = None
-        first, counted = (told[1], True) if told else (first, False)
-    counted = counted or run.config.rollout.filters_groups
-    return Wave(first, asked, _cursor(run, iteration), counted=counted)
+    asked = run.config.rollout.prompts_per_iteration
+    return Wave(taken_before(run, iteration).prompts, asked, _cursor(run, iteration))
 
 
-def follows_seal(run: RunDirectory, iteration: int) -> bool:
+class Taken(NamedTuple):
+    """Prompts that were played, and demonstrations that were imitated; both are counted over the
+    run."""
+
+    prompts: int
+    demonstrations: int
+
+
+def taken_before(run: RunDirectory, iteration: int) -> Taken:
+    """Count what the iterations before this one take, some of which may not have begun.
+
+    Those that the last STABLE checkpoint covers are counted there, whatever the settings were. All
+    that follow have those of now, because what was sealed under another number is done again.
+    """
+    config, stable = run.config, run.last_stable()
+    state = read_state(run.checkpoint_path(stable))["state"] if stable >= 0 else {}
+    asked, shown = config.rollout.prompts_per_iteration, config.demonstrations
+    before, now = config.played_before(stable + 1), config.played_before(iteration)
+    imitated = stable + 1 - before
+    prompts = state.get("prompts_trained", before * asked) + (now - before) * asked
+    # Checkpoints of older releases do not say it.
+    demonstrations = state.get("demonstrations_trained", imitated * shown)
+    demonstrations += (iteration - now - imitated) * shown
+    if config.rollout.filters_groups and now:
+        prompts = run.manifest(iteration - 1, "rollout").outputs[PROMPTS][1]
+    return Taken(prompts, demonstrations)
+
+
+def follows_seal(config: RunConfig) -> bool:
     """Tell whether the prompts of an iteration follow from the seal of the rollout before it: in a
-    mixture, and after prompts that were played in waves."""
-    if run.config.rollout.filters_groups or run.config.environments:
-        return True
-    for before in reversed(range(max(0, iteration - 1 - run.config.schedule.staleness), iteration)):
-        with suppress(ManifestError):
-            return PROMPTS in run.manifest(before, "rollout").outputs
-    return False
+    mixture, and in waves."""
+    return config.rollout.filters_groups or bool(config.environments)
 
 
 def wave_after(run: RunDirectory, iteration: int, sealed: Sequence[Manifest]) -> Wave:
@@ -96,7 +105,6 @@ def wave_after(run: RunDirectory, iteration: int, sealed: Sequence[Manifest]) ->
         cursor=cursor,
         before=_played(rollouts),
         earlier=tuple(map(_tally, rollouts)),
-        counted=True,
     )
 
 

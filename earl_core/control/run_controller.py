@@ -6,6 +6,7 @@ tracker's queue) is looked up here by run directory.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,9 +17,10 @@ from typing import Any, Literal, Protocol
 
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig
-from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_ancestor
+from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_adapter, keep_ancestor
 from earl_core.control.device_figures import figures_for
 from earl_core.control.engine_turns import EngineTurns
+from earl_core.control.group_stream import GroupStream
 from earl_core.control.hardware import open_cluster, with_network
 from earl_core.control.learner_handle import LearnerHandle
 from earl_core.control.learnt_profile import LearntProfile, RunHistory
@@ -30,6 +32,7 @@ from earl_core.control.preflight import (
     preflight,
     surely,
 )
+from earl_core.control.prompt_waves import taken_before
 from earl_core.control.resume_point import resume_point
 from earl_core.control.teachers import (
     check_teachers,
@@ -46,6 +49,7 @@ from earl_core.dispatch import Manifest, PoolFull
 from earl_core.dispatch.remote.range_server import RangeServer
 from earl_core.dispatch.remote.transport import TransportError
 from earl_core.run import RunDirectory
+from earl_core.run.checkpoints import unmeasured_gates
 from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.retention import kept_weights
@@ -55,6 +59,8 @@ from earl_core.run.worker import Peers
 from earl_core.system.errors import EarlError
 from earl_core.system.memory import give_back_free_memory
 from earl_core.system.processes import host_name
+
+logger = logging.getLogger(__name__)
 
 HOST_STORE = "earl_core.run.remote_stores:HostStore"
 """Holds a run's shards on another host."""
@@ -132,6 +138,7 @@ class RunController:
         self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
         self.turns = EngineTurns()
+        self.stream = GroupStream(run, self.groups, self.listener)
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
         self._registered.enter_context(live(str(run.path.resolve()), self))
@@ -188,6 +195,7 @@ class RunController:
         if (sealed := self.run.plan(self.next_iteration())) is not None:
             self.start_ahead(sealed)
         note_change(self.run)
+        self._check_gates()
         self.run.store_config()
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))
@@ -200,10 +208,20 @@ class RunController:
 
     def _check_demonstrations(self, first: int) -> None:
         if self.config.imitates(first):
+            taken = taken_before(self.run, first).demonstrations
             surely(
-                lambda: self.demonstrations("check", first, first=first),
+                lambda: self.demonstrations("check", first, first=first, taken=taken),
                 self.config.deadlines.repeats,
                 self.stop_requested.is_set,
+            )
+
+    def _check_gates(self) -> None:
+        shut = unmeasured_gates(self.run.evaluations(), self.config.gates)
+        if shut and self.run.last_stable() >= 0:
+            logger.warning(
+                "there is no evaluation of the first policy in the gated suites %s, so no "
+                "checkpoint is the best one: put it back, or leave `gate` out",
+                ", ".join(shut),
             )
 
     def _made_model(self) -> ModelShape:
@@ -297,7 +315,8 @@ class RunController:
         self._registered.close()
         with self._held:
             self._held.callback(self.episodes.settle)
-            self.groups.close()
+            self._held.callback(self.groups.close)
+            self.stream.close()
 
 
 def open_controller(
@@ -330,6 +349,7 @@ def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
             take_newest_whole(Path(config.runs_directory) / config.name)
             run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
             keep_ancestor(run, ancestor)
+            keep_adapter(run)
             keep_teachers(run, teachers)
         found.precision.keep(run)
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)

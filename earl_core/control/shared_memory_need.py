@@ -15,12 +15,11 @@ from earl_core.system.shared_memory import Need, Room, enlarge, shards_limit
 _TOKEN_BYTES = 13
 """Bytes of a token in the shards of rollout and advantage; see `trajectory.schema`."""
 _MORE_BYTES = 4
-"""Bytes of a token in a further column of float32: reference or old log-probs."""
+"""Bytes of a token in a further column: reference or old log-probs, or versions."""
 
 
 def samples_bytes(episodes: int, tokens: int, columns: int = 0) -> int:
-    """Return the bytes of so many episodes of so many tokens. columns: further ones, of
-    log-probs."""
+    """Return the bytes of so many episodes of so many tokens. columns: further ones."""
     return episodes * tokens * (_TOKEN_BYTES + columns * _MORE_BYTES)
 
 
@@ -32,7 +31,7 @@ def need_of(config: RunConfig) -> Need:
     """
     model, rollout = Path(config.initial_model.path), config.rollout
     positions = read_model_shape(model).max_positions
-    columns = int(config.needs_reference) + int(config.needs_old_logprobs)
+    columns = sum((config.needs_reference, config.needs_old_logprobs, config.schedule.streams))
     tokens = min(rollout.max_model_len or positions, positions)
     episodes = rollout.episodes_per_iteration * rollout.most_waves
     samples = samples_bytes(episodes, tokens, columns)

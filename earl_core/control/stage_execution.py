@@ -25,10 +25,11 @@ from earl_core.control.failure_diagnosis import (
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
-from earl_core.deployment.stages import STAGES, rows_of, stage_of
+from earl_core.deployment.stages import PLAYED, STAGES, rows_of, stage_of
 from earl_core.dispatch import Manifest
 from earl_core.experience.alike_groups import TRAINED_EPISODES
 from earl_core.run import stage_key
+from earl_core.run.group_batches import misfit
 from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.choice.expected_load import computed_load
 from earl_core.selector.choice.predict import Predictor
@@ -91,7 +92,7 @@ def observe(controller: RunController, manifests: Mapping[str, Manifest]) -> Non
     for manifest in manifests.values():
         if "deployment" not in manifest.outputs:
             continue
-        played = stage_of(manifest.stage) == "rollout"
+        played = stage_of(manifest.stage) in PLAYED
         load = load_of(manifest.metrics) if played else training
         seen = _measured(controller, predictor, load, manifest)
         if seen not in known:
@@ -279,6 +280,9 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
         if not held and not is_updated(controller.run, iteration, checksums=True):
             known = None
     if known is not None and makes == "weights" and not weights_exist(controller, known):
+        known = None
+    if known is not None and stage == "collect" and (why := misfit(controller.run, known)):
+        controller.run.note(iteration, stage, f"collected again: {why}")
         known = None
     verdict = Verdict(key, known)
     controller.verdicts[iteration, stage] = verdict

@@ -2,7 +2,7 @@
 
 As with an ancestor, a checkpoint of another run is found before anything is written, held, and then
 kept in the run directory (`references/`), so that the other run may go on or go away. Another model
-directory is not copied: a link names it, and its files' sizes are checked at each start.
+directory is not copied: a link names it. The checksums of all files are compared at each start.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from pathlib import Path
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.algorithm import INITIAL
 from earl_core.config.feasibility import tensor_problem
-from earl_core.control.ancestor import Ancestor, find_model, keep, kept_record
+from earl_core.control.ancestor import Ancestor, find_model
 from earl_core.deployment.shapes import ModelShape
+from earl_core.pretrained.adapter_checks import check_whole_model
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import vocabulary_problem
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import holding_checkpoint
+from earl_core.run.kept_models import check_noted, keep, kept_record
 
 Teachers = Mapping[str, Ancestor]
 """Models that the run directory has yet to keep, by the settings' text."""
@@ -57,22 +59,28 @@ def held_teachers(config: RunConfig) -> Iterator[Teachers]:
 def keep_teachers(run: RunDirectory, teachers: Teachers) -> None:
     """Keep them in the run directory, and note in its record which they were. Raises `OSError`, and
     `RunDamaged` for one that was kept and is not as it was."""
-    for text, teacher in teachers.items():
-        keep(teacher, run.config.teacher(text), by_link=True)
-    others = [text for text in run.config.references if text != INITIAL]
-    records = {text: kept_record(run.config.teacher(text)) for text in others}
+    records = {}
+    for text in (text for text in run.config.references if text != INITIAL):
+        place, found = run.config.teacher(text), teachers.get(text)
+        records[text] = (
+            kept_record(place)
+            if found is None
+            else keep(found.directory, place, found.record, found.sums, found.marker is None)
+        )
+        check_noted(place, records[text], run.record.get("references", {}).get(text))
     if records and run.record.get("references") != records:
         run.update_record(references=records)
 
 
 def check_teachers(config: RunConfig, policy: Path, teachers: Teachers | None = None) -> None:
     """Raise `ConfigError` for a teacher with another vocabulary than the policy in this directory,
-    or that the update's deployment cannot be laid out for.
+    that libraries take for an adapter, or that the update's deployment cannot be laid out for.
 
     teachers: those that the run has yet to keep.
     """
     own = read_model_shape(policy)
     for text, directory in _directories(config, teachers or {}).items():
+        check_whole_model(directory)
         shape = read_model_shape(directory)
         problem = vocabulary_problem(policy, directory, (own.vocabulary, shape.vocabulary))
         if problem:

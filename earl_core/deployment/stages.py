@@ -91,7 +91,9 @@ class Stage:
     stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
     forward pass of the update's model alone, laid out as the update is unless the choice is its
     own. joins: the attribute of a configuration, and of the selection's input, that says whether
-    the ranks of the update do it, which hold its model then; empty: they never do.
+    the ranks of the update do it, which hold its model then; empty: they never do. imitates,
+    streams: whether it is of iterations that imitate, or of runs whose groups are sealed one by
+    one; None: of both. told_as: the stage under whose name its metrics are told; empty: its own.
     """
 
     name: str
@@ -103,6 +105,8 @@ class Stage:
     scores: bool = False
     joins: str = ""
     imitates: bool | None = None
+    streams: bool | None = None
+    told_as: str = ""
 
     def done_by(self, config: Any) -> str:
         """The role whose worker groups do the stage in a run of this configuration."""
@@ -119,9 +123,7 @@ class Stage:
     def sources(self, given: Any, imitates: bool = False) -> tuple[str, ...]:
         """Return the entries of `reads` that exist in such an iteration of this configuration."""
         return tuple(
-            name
-            for name in self.reads
-            if name == WEIGHTS or STAGES[name].takes_part(given, imitates)
+            name for name in self.reads if name == WEIGHTS or _is_of(STAGES[name], given, imitates)
         )
 
 
@@ -155,6 +157,16 @@ _SCORED = (
 )
 """Settings that decide the scores of episodes."""
 
+_ROLLED_OUT = (
+    *_PLAY,
+    "curriculum",
+    "rollout.max_failed_share",
+    "rollout.prompts_per_iteration",
+    "rollout.group_size",
+    "imitation.iterations",
+)
+"""Settings that decide an iteration's episodes."""
+
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (
@@ -175,15 +187,18 @@ STAGES: Mapping[str, Stage] = {
             "rollout",
             "rollout",
             reads=(WEIGHTS,),
-            settings=(
-                *_PLAY,
-                "curriculum",
-                "rollout.max_failed_share",
-                "rollout.prompts_per_iteration",
-                "rollout.group_size",
-                "imitation.iterations",
-            ),
+            settings=_ROLLED_OUT,
             imitates=False,
+            streams=False,
+        ),
+        # Which weights have played a group is known when it is sealed.
+        Stage(
+            "collect",
+            "rollout",
+            settings=_ROLLED_OUT,
+            imitates=False,
+            streams=True,
+            told_as="rollout",
         ),
         Stage(
             "demonstrate",
@@ -205,7 +220,7 @@ STAGES: Mapping[str, Stage] = {
         Stage(
             "reference",
             "reference",
-            reads=("rollout",),
+            reads=("rollout", "collect"),
             settings=(
                 "model.path",
                 "rollout.temperature",
@@ -218,18 +233,24 @@ STAGES: Mapping[str, Stage] = {
             joins="reference_joins",
             imitates=False,
         ),
-        Stage("reward", "experience", reads=("rollout",), settings=_SCORED, imitates=False),
+        Stage(
+            "reward",
+            "experience",
+            reads=("rollout", "collect"),
+            settings=_SCORED,
+            imitates=False,
+        ),
         Stage(
             "advantage",
             "experience",
-            reads=("rollout", "reward", "reference"),
+            reads=("rollout", "collect", "reward", "reference"),
             settings=("algorithm.advantage", "algorithm.kl", "environments.kl"),
             imitates=False,
         ),
         Stage(
             "update",
             "update",
-            reads=("rollout", "demonstrate", "reference", "advantage"),
+            reads=("rollout", "collect", "demonstrate", "reference", "advantage"),
             settings=(
                 "seed",
                 "model.adapter",
@@ -284,7 +305,10 @@ TRAINED = tuple(stage.role for stage in STAGES.values() if stage.makes == "state
 """Roles that train a model: each has a learner's handle in the run controller."""
 
 
-ROWS = ("rollout", "demonstrate")
+PLAYED = ("rollout", "collect")
+"""Stages that play the episodes of an iteration, or wait for them."""
+
+ROWS = (*PLAYED, "demonstrate")
 """Stages that write the rows that an iteration works on; each iteration has one of them."""
 
 Sealed = TypeVar("Sealed")
@@ -297,7 +321,12 @@ def rows_of(sealed: Mapping[str, Sealed]) -> Sealed:
 
 def taking_part(given: Any, imitates: bool = False) -> list[Stage]:
     """The stages and steps of such an iteration of this configuration, in order."""
-    return [stage for stage in STAGES.values() if stage.takes_part(given, imitates)]
+    return [stage for stage in STAGES.values() if _is_of(stage, given, imitates)]
+
+
+def _is_of(stage: Stage, given: Any, imitates: bool) -> bool:
+    """Tell whether such an iteration of this configuration has the stage."""
+    return stage.takes_part(given, imitates) and stage.streams in (None, given.schedule.streams)
 
 
 _WAVE = "_wave"

@@ -15,6 +15,7 @@ from earl_core.environments.adapters.data_set import DataSet, read_rows
 from earl_core.environments.adapters.row_forms import RowForm
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.imitation.chats import Chats
+from earl_core.imitation.content import CONTENT, content_digest
 from earl_core.imitation.drawing import drawn
 from earl_core.imitation.kept import KeptEpisodes, check_tokens
 from earl_core.pretrained.model_directory import read_model_shape
@@ -23,6 +24,7 @@ from earl_core.rollout.chat.tool_calls import Tools
 from earl_core.rollout.engine_factory import load_chat_tokenizer
 from earl_core.rollout.rollout_load import RolloutLoad
 from earl_core.rollout.rollout_stats import RolloutStats, shape_metrics
+from earl_core.run.episodes import NAME
 from earl_core.run.run_stores import run_store
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
@@ -49,11 +51,12 @@ class DemonstrationWorker(RunWorker):
 
     _found: Demonstrations | None = None
 
-    async def check(self, first: int) -> dict[str, Any]:
+    async def check(self, first: int, taken: int) -> dict[str, Any]:
         """Make every episode that iterations from `first` on imitate, and keep none; `episodes`,
-        how many different ones they are. Raises `ConfigError`."""
-        count = self._config.demonstrations
-        places = range(first * count, self._settings.iterations * count)
+        how many different ones they are. taken: demonstrations of the iterations before. Raises
+        `ConfigError`."""
+        left = (self._settings.iterations - first) * self._config.demonstrations
+        places = range(taken, taken + left)
         found = await self._demonstrations()
         wanted = set(drawn(len(found), self._config.seed, places))
         for done, index in enumerate(sorted(wanted), start=1):
@@ -62,15 +65,15 @@ class DemonstrationWorker(RunWorker):
                 self._context.report({"episodes_done": done, "episodes": len(wanted)})
         return {"episodes": len(wanted)}
 
-    async def demonstrate(self) -> dict[str, Any]:
+    async def demonstrate(self, taken: int) -> dict[str, Any]:
         """Write the call's iteration's demonstrations as a shard of the rollout's columns.
 
-        Episode and group ids count the demonstrations of the run; prompt ids are the numbers of the
-        rows, or of the episodes, that they are. Returns `shards` and `metrics`.
+        taken: demonstrations of the iterations before. Episode and group ids count the
+        demonstrations of the run; prompt ids are the numbers of the rows, or of the episodes, that
+        they are. Returns `shards`, `outputs` and `metrics`.
         """
         started, iteration = time.perf_counter(), self._context.iteration or 0
-        count = self._config.demonstrations
-        places = range(iteration * count, (iteration + 1) * count)
+        places = range(taken, taken + self._config.demonstrations)
         found = await self._demonstrations()
         made: dict[int, Episode] = {}
         indices = drawn(len(found), self._config.seed, places)
@@ -94,7 +97,8 @@ class DemonstrationWorker(RunWorker):
             "epochs": places.stop / len(found),
             "seconds": time.perf_counter() - started,
         }
-        return {"shards": [entry.model_dump(mode="json")], "metrics": metrics}
+        shards = [entry.model_dump(mode="json")]
+        return {"shards": shards, "outputs": {CONTENT: self._content}, "metrics": metrics}
 
     @property
     def _settings(self) -> ImitationConfig:
@@ -105,6 +109,12 @@ class DemonstrationWorker(RunWorker):
     @cached_property
     def _chat(self) -> ChatTokenizer:
         return load_chat_tokenizer(self._config)
+
+    @cached_property
+    def _content(self) -> str:
+        """The digest of all that there is to imitate, as it lay there when it was first asked."""
+        settings = self._settings
+        return content_digest(settings.data or f"{self._teacher}/iterations/*/{NAME}")
 
     @cached_property
     def _positions(self) -> int | None:
@@ -118,11 +128,8 @@ class DemonstrationWorker(RunWorker):
     async def _read(self) -> Demonstrations:
         settings = self._settings
         if settings.run is not None:
-            run = Path(settings.run)
-            if not run.is_dir():
-                run = Path(self._config.runs_directory) / settings.run
-            kept = KeptEpisodes(run, settings, self._chat.vocabulary)
-            check_tokens(run, Path(self._config.initial_model.path))
+            kept = KeptEpisodes(self._teacher, settings, self._chat.vocabulary)
+            check_tokens(self._teacher, Path(self._config.initial_model.path))
             return kept
         assert settings.data is not None
         try:
@@ -132,6 +139,13 @@ class DemonstrationWorker(RunWorker):
         column = None if settings.messages == DEFAULT_COLUMN else settings.messages
         form = RowForm(settings.format, column, learnt=True)
         return Chats(rows, self._chat, form, await self._tools(rows))
+
+    @property
+    def _teacher(self) -> Path:
+        """The directory of the run whose episodes are imitated."""
+        assert self._settings.run is not None
+        run = Path(self._settings.run)
+        return run if run.is_dir() else Path(self._config.runs_directory) / run
 
     async def _tools(self, rows: DataSet) -> Mapping[str, Tools]:
         """The tools of the run's environments by label, asked of a host of each."""

@@ -47,12 +47,14 @@ class Imitation(Algorithm):
 
 
 class Aim(NamedTuple):
-    """An update's objective and learning rate, its epochs and the optimizer steps of each."""
+    """An update's objective and learning rate, its epochs and the optimizer steps of each. fresh:
+    it is the first of another objective, so that moments of the gradients before say nothing."""
 
     algorithm: Algorithm
     learning_rate: float
     epochs: int
     minibatches: int
+    fresh: bool = False
 
 
 def aim_of(
@@ -69,4 +71,5 @@ def aim_of(
         steps = imitation.minibatches or update.minibatches
         return Aim(Imitation(), imitation.learning_rate, 1, steps)
     rate = learning_rate(update, iteration - first, iterations - first)
-    return Aim(algorithm, rate, update.epochs, update.minibatches)
+    fresh = imitation is not None and iteration == first
+    return Aim(algorithm, rate, update.epochs, update.minibatches, fresh)

@@ -227,23 +227,24 @@ class PolicyLearner:
 
         Each epoch visits all samples in `minibatches` parts of whole groups; each part is one
         optimizer step whose gradient does not depend on how it is cut into microbatches, nor on
-        which rank has which sample. iteration counts from 0. skipped: further samples of the
-        minibatches, equal on all ranks, that add nothing to their gradients (see
-        `zero_advantage`); a minibatch of nothing else is a step as well. before_step is called
-        before each step of the first epoch, on all ranks alike, where anything was measured,
-        on_step(index) after each step, and on_progress(trained samples, all samples of this rank)
-        after each microbatch.
+        which rank has which sample. iteration counts from 0; the first one after those that
+        imitate begins with a fresh optimizer. skipped: further samples of the minibatches, equal
+        on all ranks, that add nothing to their gradients (see `zero_advantage`); a minibatch of
+        nothing else is a step as well. before_step is called before each step of the first epoch,
+        on all ranks alike, where anything was measured, on_step(index) after each step, and
+        on_progress(trained samples, all samples of this rank) after each microbatch.
 
-        Raises ValueError when a column that the algorithm needs is missing, and
-        UpdateRefused, on all ranks, before a step that would destroy the weights.
+        Raises ValueError when a column that the algorithm needs is missing, and UpdateRefused, on
+        all ranks, before a step that would destroy the weights.
         """
         aim = aim_of(iteration, self.iterations, self.config, self._algorithm, self._imitation)
         algorithm = aim.algorithm
         algorithm.check_columns(samples, aim.epochs * aim.minibatches)
         memory.reset_peak()
         self.optimizer.learning_rate = aim.learning_rate
-        skipped = skipped or Skipped()
-        metrics = UpdateMetrics(aim.learning_rate)
+        if aim.fresh:
+            self.optimizer.state.clear()
+        skipped, metrics = skipped or Skipped(), UpdateMetrics(aim.learning_rate)
         whole = algorithm.whole_episodes
         table, own = gathered_table(self._ranks, samples, skipped.table, whole)
         steps = 0

@@ -28,7 +28,6 @@ from earl_core.algorithms.importance import ImportanceCorrection, too_small
 from earl_core.algorithms.mismatch import UpdateRefused
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
-from earl_core.experience.alike_groups import PROMPTS
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.prefixes import candidates, chosen
 from earl_core.learner.data.samples import LABEL, TRAINED, by_minibatch, training_samples
@@ -125,8 +124,7 @@ class LearnerWorker(ModelWorker):
             steps = self._apply(manifests, iteration, link_bytes)
         assert self._applied is not None
         if checkpoint is not None:
-            prompts = self._ranks.do(lambda: self._prompts(manifests, iteration))
-            self._save(Path(checkpoint), iteration, {**record, "prompts_trained": prompts})
+            self._save(Path(checkpoint), iteration, record)
         return {**self._applied, "steps_applied": steps}
 
     @guarded("publish")
@@ -339,12 +337,6 @@ class LearnerWorker(ModelWorker):
         self._point("update.save", iteration)
         self._learner.save(path, {**record, "policy_version": self._version})
         self._restored = path
-
-    def _prompts(self, manifests: list[dict[str, Any]], iteration: int) -> int:
-        """Count the prompts that the run has played up to the iteration's last one."""
-        config = self._config
-        usual = 0, config.played_before(iteration + 1) * config.rollout.prompts_per_iteration
-        return int(self._manifests(manifests)[0].outputs.get(PROMPTS, usual)[1])
 
     def _point(self, name: str, iteration: int) -> None:
         """A fault point whose error is everyone's, as errors inside of what follows it are."""

@@ -29,12 +29,7 @@ def check_adapter(model: ModelConfig) -> None:
     files; the learner, which knows its matrices, checks again. Likewise for a model that libraries
     take for an adapter."""
     directory = Path(model.path)
-    if (directory / CONFIG_FILE).exists():
-        # Where PEFT is installed, transformers loads the model that this file names instead.
-        raise ConfigError(
-            f"{directory} is a whole model, but has an {CONFIG_FILE}, by which libraries take it "
-            "for an adapter: move that file away"
-        )
+    check_whole_model(directory)
     if model.adapter is None:
         return
     shape = read_model_shape(directory)
@@ -58,6 +53,16 @@ def check_adapter(model: ModelConfig) -> None:
         # Files of several models, such as one of images, do not say which one is trained.
         if len({_IN_A_STACK.split(name, maxsplit=1)[0] for name in names}) == 1:
             _check_pairs(source, model.adapter.rank, {name: matrices[name] for name in names})
+
+
+def check_whole_model(directory: Path) -> None:
+    """Raise `ConfigError` for a model that libraries take for an adapter."""
+    if (directory / CONFIG_FILE).exists():
+        # Where PEFT is installed, transformers loads the model that this file names instead.
+        raise ConfigError(
+            f"{directory} is a whole model, but has an {CONFIG_FILE}, by which libraries take it "
+            "for an adapter: move that file away"
+        )
 
 
 def pairs_bytes(model: ModelConfig, dtype: str) -> int:

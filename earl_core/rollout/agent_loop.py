@@ -157,7 +157,10 @@ class _Loop:
         if player.begins_new_sample:
             self.engine.finish([player.spec.episode_id])
         limit = self.settings.episode_seconds
-        if limit is not None and time.monotonic() - self._began[player.spec.episode_id] > limit:
+        if (
+            limit is not None
+            and self.settings.clock() - self._began[player.spec.episode_id] > limit
+        ):
             setting = "environment.episode_timeout_seconds"
             player.fail("environment_timeout", f"it took over {limit:g} s ({setting})")
             return None
@@ -166,18 +169,18 @@ class _Loop:
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         meter, count = self.meter, len(requests)
         meter.requests_running(count)
-        started = time.perf_counter()
+        started = self.settings.clock()
         try:
             return await self.engine.generate(requests)
         finally:
             meter.requests_running(-count)
-            meter.generation_wait += count * (time.perf_counter() - started)
+            meter.generation_wait += count * (self.settings.clock() - started)
 
     async def _reset(self, player: EpisodePlayer) -> None:
         spec = player.spec
         self._open.add(spec.episode_id)
         while not player.finished:
-            self._began[spec.episode_id] = time.monotonic()
+            self._began[spec.episode_id] = self.settings.clock()
             try:
                 messages = await self.pool.reset(
                     spec.episode_id, spec.prompt_id, spec.environment_seed

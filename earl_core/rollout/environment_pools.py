@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.opponents import play_against_policy
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.system.errors import ConfigError
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
@@ -34,6 +36,7 @@ class EnvironmentPools:
         self._log, self._record = log, record
         self._pools: dict[str, EnvironmentPool] = {}
         self._versions: dict[str, Any] = {}
+        self._starting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def play(
         self,
@@ -61,6 +64,11 @@ class EnvironmentPools:
             player: Callable[..., Coroutine[Any, Any, list[Episode]]] = play
             if environment.agent:
                 player = play_agents
+            elif pool.wants_policy and settings.interrupted:
+                raise ConfigError(
+                    f"the environment {environment.played} asks the policy for opponents, whose "
+                    "engine is away at times under schedule.mode `stream`: set it to `pinned`"
+                )
             elif pool.wants_policy:
                 player = play_against_policy
             timed = replace(
@@ -85,28 +93,31 @@ class EnvironmentPools:
 
     async def _pool(self, environment: EnvironmentConfig, concurrency: int) -> EnvironmentPool:
         key = environment.model_dump_json()
-        if key not in self._pools:
-            pool = EnvironmentPool.of(
-                environment,
-                concurrency=concurrency,
-                here=self._here,
-                log_path=self._log.with_name(
-                    f"{self._log.stem}-environments-{len(self._pools)}.log"
-                ),
-            )
-            self._pools[key] = pool
-            try:
-                await pool.start()
-            except BaseException:
-                del self._pools[key]
-                raise
-            if environment.python is not None:
-                self._versions[environment.played] = {
-                    "interpreter": environment.python,
-                    **pool.versions,
-                }
-                write_atomic(self._record, json.dumps(self._versions, indent=1).encode())
-        return self._pools[key]
+        async with self._starting[key]:
+            return self._pools.get(key) or await self._started(key, environment, concurrency)
+
+    async def _started(
+        self, key: str, environment: EnvironmentConfig, concurrency: int
+    ) -> EnvironmentPool:
+        pool = EnvironmentPool.of(
+            environment,
+            concurrency=concurrency,
+            here=self._here,
+            log_path=self._log.with_name(f"{self._log.stem}-environments-{len(self._pools)}.log"),
+        )
+        self._pools[key] = pool
+        try:
+            await pool.start()
+        except BaseException:
+            del self._pools[key]
+            raise
+        if environment.python is not None:
+            self._versions[environment.played] = {
+                "interpreter": environment.python,
+                **pool.versions,
+            }
+            write_atomic(self._record, json.dumps(self._versions, indent=1).encode())
+        return pool
 
 
 async def _all(*plays: Coroutine[Any, Any, list[Episode]]) -> list[list[Episode]]:

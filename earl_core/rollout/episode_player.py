@@ -6,7 +6,8 @@ step or of the tools, and so on, until it is finished.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -30,8 +31,8 @@ class PlaySettings:
     max_live_episodes: episodes that are in play at the same time. positions: the model's own
     position range, the only one that ends an episode; None: that of the engine. call_seconds: how
     long an agent waits for an answer. episode_seconds: how long an episode of the built-in loop
-    takes. constrained: how agents' requests for answers of a form are taken, as `rollout.requests`
-    has it.
+    takes, by the `clock`, in seconds. constrained: how agents' requests for answers of a form are
+    taken, as `rollout.requests` has it. interrupted: the engine may be away for long in between.
     """
 
     max_turns: int
@@ -45,6 +46,8 @@ class PlaySettings:
     call_seconds: float | None = None
     episode_seconds: float | None = None
     constrained: str = "free"
+    clock: Callable[[], float] = time.monotonic
+    interrupted: bool = False
 
 
 def check_overflow(tokens: int, max_model_len: int, positions: int | None) -> None:

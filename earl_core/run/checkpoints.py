@@ -70,11 +70,11 @@ def gated_returns(evaluations: Iterable[Manifest], gates: Sequence[str]) -> dict
     """The mean returns of evaluations by policy version, without those that a gate keeps out.
 
     gates: labels of suites, in which no fewer prompts may pass at the first attempt than the 95 %
-    interval of policy version 0 allows. Without an evaluation of that version nothing is kept out.
+    interval of policy version 0 allows. All are kept out by a gate of which that is not known.
     """
     found = {each.policy_version: each.metrics for each in evaluations}
     first = found.get(INITIAL_VERSION, {})
-    least = {label: first.get(f"suite/{label}/pass_at_1/low", -math.inf) for label in gates}
+    least = {label: first.get(f"suite/{label}/pass_at_1/low", math.inf) for label in gates}
     return {
         version: metrics.get("return/mean")
         for version, metrics in found.items()
@@ -85,6 +85,16 @@ def gated_returns(evaluations: Iterable[Manifest], gates: Sequence[str]) -> dict
     }
 
 
+def unmeasured_gates(evaluations: Iterable[Manifest], gates: Sequence[str]) -> list[str]:
+    """Those of the gates of which nobody knows what policy version 0 passed."""
+    first = [each.metrics for each in evaluations if each.policy_version == INITIAL_VERSION]
+    return [
+        label
+        for label in gates
+        if not any(f"suite/{label}/pass_at_1/low" in metrics for metrics in first)
+    ]
+
+
 def best_checkpoint(run_directory: Path, gates: Sequence[str]) -> int:
     """The whole checkpoint that was evaluated best. gates: as of `gated_returns`. Raises
     `ConfigError` where none was evaluated, or none passes the gates."""
@@ -92,14 +102,20 @@ def best_checkpoint(run_directory: Path, gates: Sequence[str]) -> int:
     found = best_evaluated(run_directory, gated_returns(evaluations, gates))
     if found is not None:
         return found
-    if best_evaluated(run_directory, gated_returns(evaluations, ())) is not None:
+    another = "take the `last` one, or the number of one"
+    if best_evaluated(run_directory, gated_returns(evaluations, ())) is None:
         raise ConfigError(
-            f"every evaluated checkpoint of {run_directory} falls behind the first policy in one "
-            f"of the gated suites {', '.join(gates)}: take the `last` one, or the number of one"
+            f"no checkpoint of {run_directory} was evaluated: take the `last` one, or evaluate "
+            "inside the training with evaluation.every"
+        )
+    if unknown := unmeasured_gates(evaluations, gates):
+        raise ConfigError(
+            f"{run_directory} has no evaluation (any more) of the first policy in the gated suites "
+            f"{', '.join(unknown)}, so no checkpoint passes: {another}"
         )
     raise ConfigError(
-        f"no checkpoint of {run_directory} was evaluated: take the `last` one, or evaluate "
-        "inside the training with evaluation.every"
+        f"every evaluated checkpoint of {run_directory} falls behind the first policy in one "
+        f"of the gated suites {', '.join(gates)}: {another}"
     )
 
 

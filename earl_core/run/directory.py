@@ -8,9 +8,10 @@ runs/<name>/
   metrics.jsonl                  one line per finished iteration
   selector.jsonl                 what was observed of the stages, oldest first
   system.jsonl                   how loaded the machine was, while it was tracked
+  groups.jsonl                   groups that were sealed one by one (`schedule.mode: stream`)
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
-  ancestor/, references/         the weights that it began with, and its teachers
+  ancestor/, adapter/, references/  the weights that it began with, and its teachers
   checkpoints/000012/            policy/, optimizer, state; STABLE is written last
   weights/                       older versions that rollouts to come play, if they are stale
   logs/attempt_1/                worker logs
@@ -42,6 +43,7 @@ from earl_core.run.checkpoints import (
     remove_leftovers,
     stable_checkpoints,
 )
+from earl_core.run.group_journal import group_files
 from earl_core.run.lock import RunLock
 from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
@@ -92,7 +94,7 @@ class RunDirectory:
         self.record: dict[str, Any] = self._open_record()
         check_not_copied(self.path, checked_uid(self.record, self.path), self.record.get("place"))
         self._check_same_run()
-        over = self.record, self.config.schedule.staleness, self.last_stable() + 1
+        over = self.record, self.config.schedule.pinned, self.last_stable() + 1
         self.versions = PolicyVersions(self.path, staleness_over_iterations(*over))
         self.store: ShardStore = run_store(self.path, self.config)
         self.stores = HostStores(self.store)
@@ -316,7 +318,8 @@ class RunDirectory:
 
     def unreleased_shards(self) -> set[str]:
         """Files of all shards that sealed manifests name and nobody released."""
-        files: set[str] = set()
+        first = (self.last_stable() + 1) * self.config.rollout.prompts_per_iteration
+        files = group_files(self.path, first) if self.config.schedule.streams else set()
         for path in (self.path / "iterations").glob("*/*.json"):
             if not path.with_suffix(".released").exists():
                 # A damaged manifest names nothing: its stage is repeated.

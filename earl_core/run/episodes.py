@@ -29,16 +29,17 @@ from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 from earl_core.system.files import open_file, writing_atomic
 from earl_core.trajectory.samples import transcript, utf8
-from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
+from earl_core.trajectory.schema import GROUP_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_BITS
 
 NAME = "episodes.parquet"
 
 _TEXTS = pa.field("texts", pa.large_list(pa.large_string()), nullable=False)
 _REWARDS = [pa.field("reward", pa.float32()), pa.field("scores", pa.large_string())]
-SCHEMA = pa.schema(
-    [*ROLLOUT_SCHEMA.set(ROLLOUT_SCHEMA.get_field_index("texts"), _TEXTS), *_REWARDS]
-)
-"""Columns of the files of kept episodes."""
+_SCORED = [field.name for field in _REWARDS]
+_COLUMNS = pa.schema([*GROUP_SCHEMA.set(GROUP_SCHEMA.get_field_index("texts"), _TEXTS), *_REWARDS])
+SCHEMA = pa.schema([field for field in _COLUMNS if field.name in (*ROLLOUT_SCHEMA.names, *_SCORED)])
+"""Columns of the files of kept episodes; of groups that were played while weights changed there is
+`token_versions` besides."""
 
 _SOURCE = b"earl.source"
 _SHOWN = ["episode_id", "prompt_id", "environment", "finish_reason", "outcome", "reward"]
@@ -67,9 +68,9 @@ def write_episodes(
     rewards = pa.concat_tables(stores.table(entry, path.parent) for entry in reward.shards)
     samples = rewards["sample_id"]
     with writing_atomic(path) as descriptor, open(descriptor, "wb", closefd=False) as stream:
-        # Shards that an older version wrote lack what came since.
-        lacking = set(ROLLOUT_SCHEMA.names) - rollout.column_names() if rollout.shards else set()
-        fields = [field for field in SCHEMA if field.name not in lacking]
+        # Shards that an older release wrote lack what came since.
+        there = rollout.column_names() if rollout.shards else set(ROLLOUT_SCHEMA.names)
+        fields = [field for field in _COLUMNS if field.name in (*there, *_SCORED)]
         schema = pa.schema(fields, {_SOURCE: source})
         with pq.ParquetWriter(
             stream, schema, compression="zstd", write_page_checksum=True

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -285,8 +285,14 @@ class Journal:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line, which must hold something; on disk when this returns."""
-        text = json.dumps(line).encode()
-        data = text[:-1] + b', "digest": "' + _line_digest(text) + b'"}\n'
+        self.append_all([line])
+
+    def append_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines, as `append` does, and wait for the disk once."""
+        texts = [json.dumps(line).encode() for line in lines]
+        data = b"".join(
+            text[:-1] + b', "digest": "' + _line_digest(text) + b'"}\n' for text in texts
+        )
         make_directory(self.path.parent)
         with self._lock, naming(self.path):
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
-from earl_core.config.run import KEPT_ANCESTOR, KEPT_REFERENCES
+from earl_core.config.run import KEPT_ADAPTER, KEPT_ANCESTOR, KEPT_REFERENCES
 from earl_core.deployment.stages import STAGES, stage_of
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.segments.pool_directory import new_uid
@@ -39,14 +39,14 @@ def rehearse(run: Path, config: RunConfig, iteration: int, target: Path, wanted:
     Raises `ConfigError` when the weights that the iteration starts from are gone.
     """
     make_directory(target, mode=0o700)
-    for folder in (KEPT_ANCESTOR, KEPT_REFERENCES):
+    for folder in (KEPT_ANCESTOR, KEPT_ADAPTER, KEPT_REFERENCES):
         if (run / folder).is_dir():
             shutil.copytree(
                 run / folder, target / folder, symlinks=True, copy_function=link_or_copy
             )
     _copy_checkpoint(run, iteration, target)
     uid = new_uid()
-    staleness = config.schedule.staleness
+    staleness = config.schedule.pinned
     over = staleness_over_iterations(read_record(run), staleness, iteration)
     write_record(target, {"uid": uid, "attempts": 0, STALENESS: over})
     store = run_store(target, wanted)

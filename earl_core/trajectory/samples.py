@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
@@ -49,6 +50,7 @@ class Sample:
     turn_numbers: list[int] = field(default_factory=list)
     turn_anchors: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
 
     def begin_turn(
         self, observation: Sequence[int], text: str = "", anchor: int | None = None
@@ -72,6 +74,7 @@ class Sample:
         self.tokens.extend(observation)
         self.loss_mask.extend([0] * len(observation))
         self.rollout_logprobs.extend([0.0] * len(observation))
+        self.token_versions.extend([-1] * len(observation))
 
     def answer(
         self,
@@ -93,6 +96,8 @@ class Sample:
         self.rollout_logprobs.extend(logprobs)
         self.policy_version_first[-1] = spans[0].policy_version
         self.policy_version_last[-1] = spans[-1].policy_version
+        for version, first, end in spans:
+            self.token_versions.extend([version] * (end - first))
 
     @property
     def trained_tokens(self) -> int:
@@ -166,8 +171,8 @@ class Rows:
     strings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def rollout_rows(episodes: Iterable[Episode]) -> Rows:
-    """All samples of the episodes as rows of `ROLLOUT_SCHEMA`."""
+def rollout_rows(episodes: Iterable[Episode], schema: pa.Schema = ROLLOUT_SCHEMA) -> Rows:
+    """All samples of the episodes as rows of the schema, `ROLLOUT_SCHEMA` or `GROUP_SCHEMA`."""
     ordered = sorted(episodes, key=lambda episode: episode.episode_id)
     rows = [
         (episode, at, sample) for episode in ordered for at, sample in enumerate(episode.samples)
@@ -190,7 +195,7 @@ def rollout_rows(episodes: Iterable[Episode]) -> Rows:
         # JSON escapes what is no UTF-8, which an environment may say.
         "texts": [json.dumps(sample.texts) for _, _, sample in rows],
     }
-    names = [name for name in ROLLOUT_SCHEMA.names if name not in (*scalars, *strings)]
+    names = [name for name in schema.names if name not in (*scalars, *strings)]
     lists = {name: [getattr(sample, name) for _, _, sample in rows] for name in names}
     lists["turn_numbers"] = [numbers for episode in ordered for numbers in _numbered(episode)]
     lengths = {name: np.array([len(row) for row in lists[name]], np.int64) for name in names}

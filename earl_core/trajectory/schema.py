@@ -84,6 +84,10 @@ ROLLOUT_SCHEMA = pa.schema(
 )
 """Columns that the rollout stage writes."""
 
+GROUP_SCHEMA = ROLLOUT_SCHEMA.append(per_token("token_versions", pa.int32()))
+"""Columns of a group that is played while weights change: `token_versions` are the policy versions
+that sampled each token, -1 where the mask is 0."""
+
 REFERENCE_SCHEMA = pa.schema(
     [_field("sample_id", pa.int64()), per_token("reference_logprobs", pa.float32())]
 )

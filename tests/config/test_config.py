@@ -43,6 +43,17 @@ def with_(**changes: object) -> dict[str, object]:
     return merged
 
 
+STREAM = {"staleness": 1, "mode": "stream"}
+
+
+def streaming(**changes: dict[str, object]) -> dict[str, object]:
+    """Groups go on under newer weights, with other changes to sections."""
+    rollout = {**MINIMAL["rollout"], "engine": "torch", **changes.pop("rollout", {})}  # type: ignore[dict-item]
+    return with_(
+        schedule=STREAM, algorithm={"importance_correction": {}}, rollout=rollout, **changes
+    )
+
+
 class OwnEstimator(Reinforce):
     """An estimator without groups."""
 
@@ -123,6 +134,12 @@ class OwnLoss(PolicyLoss):
             with_(iterations=3, schedule={"staleness": 3}, algorithm={"policy_loss": "dppo"}),
             ": lower it, or raise iterations",
         ),
+        (with_(schedule={"mode": "stream"}), "set staleness to 1 or more"),
+        (with_(schedule=STREAM), "and nothing corrects for that: set"),
+        (streaming(rollout={"engine": "vllm"}), "`stream` does not go with rollout.engine `vllm`"),
+        (streaming(rollout={"alike_groups": "drop"}), "does not go with rollout.alike_groups"),
+        (streaming(selector={"policy": "live_tokens"}), "does not go with selector.policy"),
+        (streaming(imitation={"data": "x", "iterations": 1}), "does not go with imitation"),
         (
             with_(
                 algorithm={"kl": {"placement": "loss", "coefficient": 0.1}},

@@ -69,6 +69,11 @@ RUNS: dict[str, dict[str, Any]] = {
         },
         "rollout": {**BASE["rollout"], "engine": "vllm", "dtype": "bfloat16"},
     },
+    "stream": {
+        "schedule": {"staleness": 2, "mode": "stream"},
+        "algorithm": {"importance_correction": {}},
+        "rollout": {**BASE["rollout"], "engine": "torch"},
+    },
 }
 
 
@@ -87,6 +92,7 @@ def keys() -> dict[str, dict[str, str]]:
             stage: stage_key(config, "uid", 3, stage, inputs)
             for stage in STAGE_SETTINGS
             if stage != "demonstrate" or config.imitation
+            if stage != "collect" or config.schedule.streams
         }
         for name, config in configs().items()
     }

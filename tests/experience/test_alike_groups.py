@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.control.prompt_waves import whole_iteration
+from earl_core.control.prompt_waves import few_differ, taken_before, whole_iteration
 from earl_core.dispatch import Manifest, ManifestError, ShardStore
 from earl_core.experience.alike_groups import (
     TRAINED_EPISODES,
@@ -19,6 +19,7 @@ from earl_core.experience.alike_groups import (
     next_wave,
 )
 from earl_core.run import RunDirectory
+from earl_core.run.checkpoints import describe_state
 from earl_core.trajectory.schema import ADVANTAGE_SCHEMA, SAMPLE_BITS
 from tests.columns import copied_rows, list_column
 from tests.run.test_run_directory import config_in
@@ -89,15 +90,63 @@ def test_rows_of_other_episodes_are_left_out(tmp_path: Path) -> None:
     assert left_out_rows(filtered).tolist() == [rows[0], rows[1], rows[3]]
 
 
+@pytest.mark.parametrize(("different", "told"), [(0, True), (1, True), (2, False), (20, False)])
+def test_a_warning_says_when_fewer_than_a_tenth_of_the_groups_differ(
+    different: int, told: bool
+) -> None:
+    counts = {"groups_different": float(different), "groups_alike": 20.0 - different}
+    said = few_differ(counts, 3)
+    assert said.startswith(f"iteration 3: only {different} of 20 groups have rewards") == told
+    assert bool(said) == told
+
+
 def test_a_run_that_filters_groups_does_not_guess_what_it_has_played(tmp_path: Path) -> None:
-    """Where the seal that says it is lost; other runs have played equally many each time."""
-    sizes = {"prompts_per_iteration": 4, "group_size": 2, "max_turns": 5}
-    plain = RunDirectory.open(config_in(tmp_path, name="plain", rollout=sizes))
-    assert [whole_iteration(plain, number).first for number in (0, 3)] == [0, 12]
-    plain.close()
-    filters = config_in(tmp_path, name="filters", rollout={**sizes, "alike_groups": "replace"})
+    """Where the seal that says it is lost."""
+    filters = config_in(tmp_path, rollout={**SIZES, "alike_groups": "replace"})
     run = RunDirectory.open(filters)
     assert whole_iteration(run, 0).first == 0
     with pytest.raises(ManifestError):
         whole_iteration(run, 3)
     run.close()
+
+
+SIZES = {"prompts_per_iteration": 4, "group_size": 2, "max_turns": 5}
+
+
+def test_sizes_that_change_on_resume_neither_skip_nor_repeat_prompts(tmp_path: Path) -> None:
+    """Nor demonstrations. Counted is what the last checkpoint covers, by the sizes of then."""
+    chats = {"data": "chats.jsonl", "iterations": 2, "episodes_per_iteration": 5}
+    run = RunDirectory.open(config_in(tmp_path, rollout=SIZES, imitation=chats, iterations=9))
+    assert [taken_before(run, k) for k in (0, 1, 2, 3, 6)] == [
+        (0, 0), (0, 5), (0, 10), (4, 10), (16, 10),
+    ]  # fmt: skip
+    _checkpoint(run, 3)
+    run.close()
+    more = {**SIZES, "prompts_per_iteration": 7}
+    run = RunDirectory.open(config_in(tmp_path, rollout=more, imitation=chats, iterations=9))
+    assert [whole_iteration(run, k).first for k in (4, 5, 6)] == [8, 15, 22]
+    assert whole_iteration(run, 4).outputs({})["prompts"] == [8, 15]
+    _checkpoint(run, 4)
+    assert [whole_iteration(run, k).first for k in (5, 6)] == [15, 22]
+    run.close()
+
+
+def test_demonstrations_are_counted_likewise(tmp_path: Path) -> None:
+    chats = {"data": "chats.jsonl", "iterations": 4, "episodes_per_iteration": 5}
+    run = RunDirectory.open(config_in(tmp_path, imitation=chats, iterations=9))
+    _checkpoint(run, 1)
+    run.close()
+    # More of them, and for longer.
+    chats |= {"episodes_per_iteration": 3, "iterations": 5}
+    run = RunDirectory.open(config_in(tmp_path, imitation=chats, iterations=9))
+    assert [taken_before(run, k) for k in (2, 3, 5, 6)] == [(0, 10), (0, 13), (0, 19), (4, 19)]
+    run.close()
+
+
+def _checkpoint(run: RunDirectory, iteration: int) -> None:
+    """As an update writes one."""
+    taken, place = taken_before(run, iteration + 1), run.checkpoint_path(iteration)
+    counts = {"prompts_trained": taken[0], "demonstrations_trained": taken[1]}
+    place.mkdir(parents=True)
+    describe_state(place, {"policy_version": iteration + 1, **counts}, {})
+    run.mark_stable(iteration)

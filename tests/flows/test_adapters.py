@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from earl_core.run.record import stored_config
 from flows.cli.exporting import export
 from flows.cli.found_runs import evaluations_of
 from tests.flows.runs import KILLED, Runs
+from tests.learnt import assert_learnt, weights_in
 
+SHAPE = {"rank": 4, "alpha": 8}
 ADAPTER = (
-    "model.adapter={rank: 4, alpha: 8}",
+    f"model.adapter={json.dumps(SHAPE)}",
     "algorithm.kl={placement: loss, coefficient: 0.05}",
     "stages.changes=[{iteration: 1, update: {tensor_parallel: 2}}]",
     "update.learning_rate=1e-2",
@@ -52,6 +55,7 @@ def test_killed_over_a_change_of_the_mesh_equals_an_undisturbed_run(runs: Runs) 
         assert metrics["reference/tokens_per_second"] > 0
     assert runs.metrics("whole")[1]["update/reference_kl"] > 1e-4
     check_readers(runs)
+    check_beginning(runs)
     runs.train(*ADAPTER, fault="update.seal@1=kill", expect=KILLED)
     runs.wait_for_workers_to_end()
     runs.train(*ADAPTER)
@@ -60,6 +64,24 @@ def test_killed_over_a_change_of_the_mesh_equals_an_undisturbed_run(runs: Runs) 
     assert runs.executed("sealed").count((1, "reference")) == 1
     assert runs.shared_memory() == []
     runs.wait_for_workers_to_end()
+
+
+def check_beginning(runs: Runs) -> None:
+    """A run that begins with those pairs goes on when they are gone, and plays them as its first
+    policy."""
+    last = runs.run("whole") / "checkpoints" / "000001" / "adapter"
+    begun = [f"model.adapter={json.dumps(SHAPE | {'from': str(runs.directory / 'pairs')})}"]
+    begun += ["iterations=1", "name=second", "evaluation={every: 1, episodes: 8}"]
+    shutil.copytree(last, runs.directory / "pairs")
+    (ending,) = runs.train_here({"overrides": begun, "fault": "update.before@0=raise"})
+    assert "injected" in str(ending)
+    shutil.rmtree(runs.directory / "pairs")
+    assert runs.train_here({"overrides": begun}) == [None]
+    (line,) = runs.metrics("second")
+    pairs = [weights_in(each) for each in (last, runs.policy(0, "second"))]
+    assert_learnt([line["update/grad_norm"]], *pairs)
+    kept = [evaluations_of(runs.run(name)) for name in ("whole", "second")]
+    assert kept[0][-1]["return/mean"] == kept[1][0]["return/mean"]
 
 
 def check_readers(runs: Runs) -> None:

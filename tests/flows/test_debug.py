@@ -121,7 +121,7 @@ def test_a_stage_repeated_gives_what_was_sealed_and_leaves_the_run_alone(runs: R
         for name in ("loss", "grad_norm"):
             (row,) = re.findall(rf"^{name} +(\S+) +(\S+) *(\S*) *$", text, re.MULTILINE)
             assert row == (f"{sealed.metrics[name]:.8g}", f"{sealed.metrics[name]:.8g}", ""), text
-    assert "--stage takes one of rollout, demonstrate, reward" in printed
+    assert "--stage takes one of rollout, collect, demonstrate, reward" in printed
     assert _digests(runs.run()) == before
     assert _digests(runs.directory / "shm") == memory
 

@@ -53,6 +53,8 @@ def test_killed_while_it_imitates_a_run_ends_with_the_same_bits(runs: Runs) -> N
         {"overrides": [*imitating, "name=other", "seed=1"]},
         {"overrides": imitating, "fault": "demonstrate.seal@1=raise"},
         {"overrides": imitating, "fault": "update.step0@1=raise"},
+        # The first update that plays, whose optimizer is fresh.
+        {"overrides": imitating, "fault": "update.step0@2=raise"},
         {"overrides": imitating},
     )
     assert whole is other is last is None
@@ -89,6 +91,19 @@ def test_the_best_episodes_of_another_run_are_imitated_token_by_token(runs: Runs
     trained = [sum(row["loss_mask"]) for row in best]
     assert first["update/tokens_trained"] == 2 * sum(trained)
     assert_learnt([first["update/grad_norm"]], weights_in(runs.model), weights_in(runs.policy(0)))
+
+
+@pytest.mark.slow
+def test_data_that_changes_between_attempts_is_noticed(runs: Runs) -> None:
+    chats = scripted(runs.directory / "chats.jsonl", 8)
+    told = {"data": str(chats), "iterations": 3, "episodes_per_iteration": 4}
+    imitating = (*IMITATING, f"imitation={json.dumps(told)}")
+    (ending,) = runs.train_here({"overrides": imitating, "fault": "demonstrate.before@1=raise"})
+    assert ending is not None
+    scripted(chats, 8, seed=4)
+    assert runs.train_here({"overrides": imitating}) == [None]
+    said = "the demonstrations are other ones than those of iteration 0"
+    assert runs.executed(said) == [(1, "demonstrate")]
 
 
 def test_what_cannot_be_imitated_is_said_before_anything_starts(

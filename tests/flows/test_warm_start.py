@@ -21,7 +21,13 @@ from earl_core.control.policy_player import find_checkpoint
 from earl_core.control.teachers import find_teachers
 from earl_core.run.episodes import read_samples
 from earl_core.run.model_card import model_card
-from earl_core.run.record import lineage, lineage_names, read_record, stored_config
+from earl_core.run.record import (
+    RunDamaged,
+    lineage,
+    lineage_names,
+    read_record,
+    stored_config,
+)
 from earl_core.run.rehearsal import rehearse
 from flows.cli.training import preflight
 from flows.cli.training import train as train_command
@@ -73,6 +79,20 @@ def test_policy_version_0_is_the_ancestors(story: Runs) -> None:
     # The reference is the ancestor: before the first step nothing has diverged from it.
     first = json.loads((story.run("whole") / "iterations/000000/update.json").read_text())
     assert first["policy_version"] == initial.version == 0
+
+
+def test_a_copy_of_another_content_is_not_begun_with(story: Runs, tmp_path: Path) -> None:
+    """Of equal size, too. The run's own stays as it is: its bytes are those of the ancestor."""
+    config = stored_config(story.run("whole"))
+    run = tmp_path / "whole"
+    shutil.copytree(story.run("whole") / "ancestor", run / "ancestor")
+    moved = config.model_copy(update={"runs_directory": str(tmp_path)})
+    assert find_checkpoint(run, moved, "initial").version == 0
+    weights = run / "ancestor" / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(RunDamaged, match="is not what the run began with: put it back as it was"):
+        find_checkpoint(run, moved, "initial")
 
 
 def test_the_record_and_the_card_name_all_ancestors(story: Runs) -> None:
@@ -265,6 +285,10 @@ def test_a_teacher_has_the_policys_vocabulary(story: Runs, tmp_path: Path) -> No
     assert "has another vocabulary than the policy" in said
     assert said.endswith("name a model with the policy's tokenizer")
     assert "there is no model 'nowhere'" in refused(story, penalty.format("nowhere"))
+    shutil.copytree(story.model, tmp_path / "stray")
+    (tmp_path / "stray" / "adapter_config.json").write_text("{}")
+    said = refused(story, penalty.format(tmp_path / "stray"))
+    assert "is a whole model, but has an adapter_config.json" in said
 
 
 def test_model_settings_that_contradict_the_ancestor_are_refused(

@@ -68,7 +68,7 @@ def test_iterations_write_the_rows_of_a_rollout(tmp_path: Path, model: Path) -> 
     tables = []
     for iteration in range(2):
         each = worker(tmp_path, model, iteration, data=data)
-        found = asyncio.run(each.demonstrate())
+        found = asyncio.run(each.demonstrate(4 * iteration))
         assert found["metrics"]["epochs"] == pytest.approx((iteration + 1) * 4 / 6)
         (entry,) = found["shards"]
         store = run_store(tmp_path / "run", each._config)
@@ -79,8 +79,12 @@ def test_iterations_write_the_rows_of_a_rollout(tmp_path: Path, model: Path) -> 
     # Six different ones come before any comes again.
     assert sorted(said[:6]) == [*map(str, range(1, 7))]
     assert said != sorted(said)
-    again = asyncio.run(worker(tmp_path, model, 1, data=data).demonstrate())
+    again = asyncio.run(worker(tmp_path, model, 1, data=data).demonstrate(4))
     assert again["shards"][0]["checksum"] == found["shards"][0]["checksum"]
+    assert again["outputs"] == found["outputs"]
+    chats(tmp_path / "chats.jsonl", *reversed(rows))
+    other = asyncio.run(worker(tmp_path, model, 1, data=data).demonstrate(4))
+    assert other["outputs"] != found["outputs"]
 
 
 def _read(path: Path) -> Any:
@@ -110,11 +114,11 @@ def test_every_chat_that_will_be_imitated_is_looked_at(
     row, problem = BAD[name]
     data = chats(tmp_path / "chats.jsonl", {"messages": [USER, ANSWER]}, row)
     with pytest.raises(ConfigError, match=problem):
-        asyncio.run(worker(tmp_path, model, data=data).check(0))
+        asyncio.run(worker(tmp_path, model, data=data).check(0, 0))
     # What no iteration takes is not: the first one takes the good chat alone.
     few = worker(tmp_path, model, data=data, iterations=1, episodes_per_iteration=1)
     assert drawn(2, 0, range(1)) == [0]
-    assert asyncio.run(few.check(0)) == {"episodes": 1}
+    assert asyncio.run(few.check(0, 0)) == {"episodes": 1}
 
 
 def test_data_that_cannot_be_read_is_named(tmp_path: Path, model: Path) -> None:
@@ -133,4 +137,4 @@ def test_data_that_cannot_be_read_is_named(tmp_path: Path, model: Path) -> None:
         ({"run": "none"}, r"^imitation.run: .*/none has no kept episodes: name a run"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            asyncio.run(worker(tmp_path, model, **source).check(0))
+            asyncio.run(worker(tmp_path, model, **source).check(0, 0))

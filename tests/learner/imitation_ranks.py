@@ -120,7 +120,14 @@ def samples(directory: Path) -> list[TrainingSample]:
     return found
 
 
-def learner_of(directory: Path, mesh: UpdateMesh | None = None) -> PolicyLearner:
+IMITATION = ImitationConfig(data="chats.jsonl", iterations=STEPS, learning_rate=RATE)
+
+
+def learner_of(
+    directory: Path,
+    mesh: UpdateMesh | None = None,
+    imitation: ImitationConfig | None = IMITATION,
+) -> PolicyLearner:
     """Its run plays at another temperature, with another rate, loss and penalties, later."""
     return PolicyLearner(
         ModelConfig(path=str(directory)),
@@ -135,8 +142,8 @@ def learner_of(directory: Path, mesh: UpdateMesh | None = None) -> PolicyLearner
             importance_correction={"cap": 1.5},
         ),
         temperature=0.7,
-        iterations=10,
-        imitation=ImitationConfig(data="chats.jsonl", iterations=STEPS, learning_rate=RATE),
+        iterations=10 if imitation else 10 - STEPS,
+        imitation=imitation,
         mesh=mesh,
     )  # fmt: skip
 

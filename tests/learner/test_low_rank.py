@@ -252,6 +252,12 @@ def test_an_adapter_of_other_matrices_is_found_by_the_headers(made: Path) -> Non
     other = save_model("gpt2", made / "gpt2")
     with pytest.raises(ConfigError, match="is a gpt2 model, whose matrices are no linear layers"):
         check_adapter(ModelConfig(path=str(other), adapter=AdapterConfig()))
+    experts = made / "experts"
+    shutil.copytree(made / "base", experts)
+    config = json.loads((experts / "config.json").read_text())
+    (experts / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
+    with pytest.raises(ConfigError, match="is a mixture of 8 experts, beside which no adapter is"):
+        check_adapter(ModelConfig(path=str(experts), adapter=AdapterConfig()))
 
 
 def test_a_whole_model_with_an_adapters_settings_beside_it_is_named(

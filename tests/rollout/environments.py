@@ -42,6 +42,27 @@ class Unreliable:
         pass
 
 
+class Lengths:
+    """Two turns, but `long` ones for one prompt in `every`; an answer with an odd digit is good."""
+
+    def __init__(self, every: int, long: int, seconds: float = 0.0) -> None:
+        self._every, self._long, self._seconds = every, long, seconds
+        self._left = 0
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._left = self._long if prompt % self._every == self._every - 1 else 2
+        return [{"role": "user", "content": "free: 1 2 3"}]
+
+    def step(self, text: str) -> StepResult:
+        time.sleep(self._seconds)
+        self._left -= 1
+        reward = 1.0 if set(text) & set("13579") else 0.0
+        return StepResult([{"role": "user", "content": "free: 1"}], reward, self._left == 0)
+
+    def close(self) -> None:
+        pass
+
+
 class Lonely:
     """Of the prompts below `count` one episode alone is played; the others fail."""
 

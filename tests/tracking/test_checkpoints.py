@@ -64,6 +64,13 @@ def test_a_gate_keeps_out_what_has_forgotten(runs: Runs, policy: Path) -> None:
     assert run.best_stable() is None
     with pytest.raises(ConfigError, match="falls behind the first policy in one of the gated"):
         best_checkpoint(run.path, run.config.gates)
+    # What the first policy passed is lost, or was never measured: the gate stays shut.
+    sealed = run.stage_path(0, "evaluation")
+    for damage in (lambda: sealed.write_text("{"), sealed.unlink):
+        damage()
+        assert run.best_stable() is None
+        with pytest.raises(ConfigError, match=r"no evaluation .* of the first policy in the g"):
+            best_checkpoint(run.path, run.config.gates)
 
 
 def test_a_name_that_another_run_has(runs: Runs, policy: Path) -> None:

@@ -32,7 +32,10 @@ SCORED = ("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id")
 
 _VERSIONS = ("turn_starts", "policy_version_first", "policy_version_last")
 
-TRAINED = (*SCORED, *_VERSIONS, "advantages", "reference_logprobs")
+TOKEN_VERSIONS = "token_versions"
+"""Column of the versions that sampled each token, where they change within an answer."""
+
+TRAINED = (*SCORED, *_VERSIONS, TOKEN_VERSIONS, "advantages", "reference_logprobs")
 """Columns of a sample that is trained on; the reference's only where there is one."""
 
 LABEL = "environment"

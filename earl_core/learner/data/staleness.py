@@ -12,6 +12,7 @@ import torch
 from earl_core.algorithms.importance import ImportanceCorrection, weight_metrics
 from earl_core.dispatch import Batch
 from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.data.samples import TOKEN_VERSIONS
 from earl_core.tensors.collectives import Ranks
 
 _OF_TURNS = ("turn_starts", "policy_version_first")
@@ -19,7 +20,7 @@ _OF_TURNS = ("turn_starts", "policy_version_first")
 
 def age_metrics(batch: Batch | None, policy_version: int, ranks: Ranks) -> dict[str, float]:
     """Ages of the trained tokens of all ranks, in versions: that which trains less that which
-    sampled the first token of the turn.
+    sampled the token, or the first token of its turn where only that is known.
 
     Returns ``age_mean``, ``age_p95`` and ``age_max``; nothing if no row has versions. Collective.
     """
@@ -42,6 +43,13 @@ def _ages(batch: Batch | None, policy_version: int) -> Counter[int]:
     """Count the trained tokens of this rank's rows by age."""
     found: Counter[int] = Counter()
     if batch is None or not {*_OF_TURNS, "loss_mask"} <= set(batch.names()):
+        return found
+    if TOKEN_VERSIONS in batch.names():
+        for row in range(len(batch)):
+            sampled = batch.row(TOKEN_VERSIONS, row)[batch.row("loss_mask", row).astype(bool)]
+            versions, counts = np.unique(sampled, return_counts=True)
+            ages = (policy_version - versions).tolist()
+            found.update(dict(zip(ages, counts.tolist(), strict=True)))
         return found
     for row in range(len(batch)):
         starts, first = (batch.row(name, row) for name in _OF_TURNS)

@@ -39,7 +39,9 @@ class GenerationRequest:
     so does one that `ends` finds, which may be called in any thread; no other does. `on_tokens`
     gets the sampled tokens piece by piece, in the event loop, where the engine can tell; whatever
     it did not get is in the completion only. `top` is how many of the most likely tokens are told
-    beside each sampled one.
+    beside each sampled one. `begun` is what an earlier request of this answer has sampled, which
+    `tokens` does not have; the answer goes on after it and has it in front, and `max_tokens` counts
+    it. For lockstep engines only.
     """
 
     sequence_id: int
@@ -51,6 +53,7 @@ class GenerationRequest:
     on_tokens: OnTokens | None = None
     ends: Ends | None = None
     top: int = 0
+    begun: Completion | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,15 @@ class Sampling:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[TopTokens] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: EngineFinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if (begun := self.request.begun) is not None:
+            self.tokens, self.logprobs = [*begun.tokens], [*begun.logprobs]
+            self.spans, self.top = [s for s in begun.spans if s.end], [*begun.top]
+        if len(self.tokens) >= self.budget:
+            self.finish_reason = self.exhausted
 
     def take(self, token: int, logprob: float) -> None:
         """Take the next token, which may end the answer."""
@@ -54,7 +62,11 @@ class Sampling:
     def completion(self, version: int) -> Completion:
         """The answer."""
         reason = self.finish_reason or "cancelled"
-        spans = [VersionSpan(version, 0, len(self.tokens))]
+        spans, first = list(self.spans), self.spans[-1].end if self.spans else 0
+        if spans and spans[-1].policy_version == version:
+            first = spans.pop().first
+        if first < len(self.tokens) or not spans:
+            spans.append(VersionSpan(version, first, len(self.tokens)))
         return Completion(self.tokens, self.logprobs, reason, spans, self.top)
 
 

@@ -192,9 +192,6 @@ class TorchEngine(BaseEngine[Pairs]):
                 Sampling(request, *answer_budget(request, self.max_model_len))
                 for request in requests
             ]
-            for sampling in samplings:
-                if not sampling.budget:
-                    sampling.finish_reason = sampling.exhausted
             live = [sampling for sampling in samplings if sampling.finish_reason is None]
             size = self._limit
             for first in range(0, len(live), size):
@@ -228,7 +225,7 @@ class TorchEngine(BaseEngine[Pairs]):
         """Compute what is not cached of the prompts: their rows and last logits [rows, vocab]."""
         todo: dict[int, list[int]] = {}
         for sequence_id, sampling in by_id.items():
-            row, prompt = self._cache.row(sequence_id), list(sampling.request.tokens)
+            row, prompt = self._cache.row(sequence_id), [*sampling.request.tokens, *sampling.tokens]
             if row.version != self._under:
                 row.tokens.clear()
                 row.version = self._under
@@ -236,8 +233,9 @@ class TorchEngine(BaseEngine[Pairs]):
             kept = min(common_prefix(row.tokens, prompt), len(prompt) - 1)
             del row.tokens[kept:]
             todo[sequence_id] = prompt[kept:]
-            self._totals["prompt_tokens"] += len(prompt)
-            self._totals["prefix_hit_tokens"] += kept
+            if sampling.request.begun is None:
+                self._totals["prompt_tokens"] += len(prompt)
+                self._totals["prefix_hit_tokens"] += kept
         final: dict[int, torch.Tensor] = {}
         while todo:
             rows = self._cache.arrange(list(todo))

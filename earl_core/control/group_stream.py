@@ -1,0 +1,393 @@
+"""Groups that engines play as a stream: admitted under a bound, sealed one by one, collected in
+order (`schedule.mode: stream`).
+
+Batch k is groups k * B to (k + 1) * B - 1. An engine that plays policy version v is given groups
+below (v + staleness + 1) * B, so that no token is older than that when its batch is trained. What
+is admitted and playing is known here only: whoever goes on with the run plays anew what no line of
+the journal names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from earl_core.cluster.group import Group
+from earl_core.control.worker_groups import Progress, WorkerGroups
+from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.dispatch import Manifest
+from earl_core.rollout import rollout_stats
+from earl_core.rollout.mixture import Cursor, Draw, draw
+from earl_core.rollout.rollout_stats import RolloutStats, merge
+from earl_core.run import RunDirectory
+from earl_core.run.group_batches import GroupBatches
+from earl_core.run.group_journal import SealedGroup
+from earl_core.run.policy_versions import carried
+from earl_core.secrets import redact_tree
+from earl_core.system import fault_points
+from earl_core.system.errors import Cancelled
+
+logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 0.2
+"""Of a call that waits for a group to end: an engine takes no new weights meanwhile."""
+
+_CLOSE_SECONDS = 5.0
+
+CLOCK = "EARL_CLOCK"
+"""Environment variable for tests: time is slices of tokens. An engine plays so many of them after a
+batch is complete, and then waits for the next version. Runs with equal clocks are equal."""
+
+
+@dataclass
+class _Engine:
+    """An engine, as far as this process knows it. group: its ranks; None: nothing is known of them.
+    version: that it plays; None: it has to load one. digest: of its weights. room: for how many
+    further episodes."""
+
+    member: int
+    group: Group | None = None
+    version: int | None = None
+    digest: str = ""
+    room: int = 0
+    playing: set[int] = field(default_factory=set)
+
+
+class GroupStream:
+    """The stream of one run. `_changed` guards what threads share; each thread calls its own
+    engines."""
+
+    def __init__(self, run: RunDirectory, groups: WorkerGroups, tell: Progress) -> None:
+        self._run, self._config = run, run.config
+        self._groups, self._tell = groups, tell
+        self._batches = GroupBatches(run)
+        self._engines: dict[int, _Engine] = {}
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._ending = self._closed = False
+        self._iteration, self._until, self._goes_ahead = 0, 0, False
+        self._deployment: StageDeployment | None = None
+        self._newest: Manifest | None = None
+        self._probe: dict[str, float] = {}
+        self._anew = self._tokens = 0
+        self._draws: list[Draw] = []
+        self._cursor: Cursor = {}
+        self._since: float | None = None
+        clock = os.environ.get(CLOCK)
+        self._clock = None if clock is None else int(clock)
+        self._beyond = 0
+
+    def collect(
+        self, deployment: StageDeployment, iteration: int, weights: Manifest, alone: bool
+    ) -> dict[str, Any]:
+        """Wait until the iteration's batch is complete; `shards`, `outputs`, `metrics`.
+
+        weights: of the version that the iteration trains. alone: admit no group of a later batch.
+        Where rollout and update take turns the engines are parked when this returns. Raises what
+        ended an engine's work, and `RolloutFailed` where too many episodes of the batch failed;
+        groups with failures are then to be played anew.
+        """
+        # Of engines that play on meanwhile a batch's time begins at the end of the one before.
+        self._since = self._since or time.monotonic()
+        self._wait_for_clock()
+        with self._changed:
+            if self._error is not None:
+                text = f"engines that played ahead had stopped: {self._error}"
+                logger.warning("%s", text)
+                self._run.note(iteration, "collect", text)
+            self._batches.settle(iteration)
+            self._error, self._beyond, self._probe = None, 0, {}
+            self._iteration, self._newest, self._deployment = iteration, weights, deployment
+            last = iteration + 1 if alone else self._config.iterations
+            self._until = last * self._config.rollout.prompts_per_iteration
+            self._goes_ahead = self._config.stages.placed.side_by_side and not alone
+            carried_over = sum(len(each.playing) for each in self._engines.values())
+            self._changed.notify_all()
+        self._start(deployment.replicas)
+        with self._changed:
+            while not self._is_decided() and self._running():
+                self._changed.wait(_WAIT_SECONDS)
+        if not self._goes_ahead or self._error is not None:
+            self._end_threads()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if not self._is_decided():
+            raise Cancelled("the run was asked to stop")
+        seconds, self._since = time.monotonic() - self._since, None
+        if self._goes_ahead:
+            self._since = time.monotonic()
+        return self._result(deployment, iteration, seconds, carried_over)
+
+    def close(self) -> None:
+        """Have the threads end, before the groups do; what is playing is played anew by whoever
+        goes on. Calls that take longer are cut off with their groups."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(_CLOSE_SECONDS)
+
+    def _wait_for_clock(self) -> None:
+        """Under a clock, wait until the engines have played as far as it goes."""
+        with self._changed:
+            if self._clock is not None and self._running():
+                self._changed.wait_for(lambda: self._is_at_rest() or self._error is not None)
+
+    def _is_decided(self) -> bool:
+        return self._error is not None or self._batches.is_complete(self._iteration)
+
+    def _is_at_rest(self) -> bool:
+        return self._clock is not None and self._beyond >= self._clock and self._is_decided()
+
+    def _running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    # Threads: one for each engine, or under a clock one for all
+
+    def _start(self, engines: int) -> None:
+        """Have so many engines at work."""
+        alive = bool(self._threads) and all(thread.is_alive() for thread in self._threads)
+        if alive and set(self._engines) == set(range(engines)):
+            return
+        self._end_threads()
+        self._groups.retire("rollout", engines)
+        for member in [each for each in self._engines if each >= engines]:
+            self._forget(self._engines.pop(member))
+        members = [[each] for each in range(engines)]
+        for member in range(engines):
+            self._engines.setdefault(member, _Engine(member))
+        for some in members if self._clock is None else [list(range(engines))]:
+            thread = threading.Thread(
+                target=self._work, args=(some,), name=f"earl-groups-{some[0]}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _end_threads(self) -> None:
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._threads, self._ending = [], False
+
+    def _work(self, members: Sequence[int]) -> None:
+        engines = [self._engines[member] for member in members]
+        try:
+            while self._goes_on():
+                for engine in engines:
+                    self._round(engine)
+                with self._changed:
+                    self._beyond += self._is_decided()
+                    self._changed.notify_all()
+                    while self._is_at_rest() and self._goes_on():
+                        self._changed.wait(_WAIT_SECONDS)
+            for engine in engines:
+                if engine.group is not None and engine.group.alive and not self._closed:
+                    self._call(engine, "park")
+                    # What has its memory meanwhile may cost it its weights.
+                    engine.version = None
+        except BaseException as error:
+            logger.info("the engines %s stopped playing groups: %s", members, error)
+            with self._changed:
+                for engine in engines:
+                    self._forget(engine)
+                if self._error is None:
+                    self._error = error
+                self._changed.notify_all()
+
+    def _goes_on(self) -> bool:
+        with self._changed:
+            stopping = self._ending or self._closed or self._groups.stop_requested.is_set()
+            if stopping or self._error is not None:
+                return False
+            return self._goes_ahead or not self._is_decided()
+
+    def _round(self, engine: _Engine) -> None:
+        """Load the newest weights, admit groups while there is room, and take those that have
+        ended."""
+        assert self._deployment is not None
+        group = self._groups.get("rollout", self._deployment, engine.member)
+        with self._changed:
+            newest = self._newest
+            fresh = engine.group is not group
+            if fresh:
+                self._forget(engine)
+                engine.group = group
+        assert newest is not None
+        wanted = carried(newest), str(newest.outputs["digest"])
+        if (engine.version, engine.digest) != wanted:
+            found = self._call(engine, "load", weights=newest.outputs["weights"], anew=fresh)
+            with self._changed:
+                # Its engine may have been ended meanwhile, as by an evaluation.
+                self._lose(engine, engine.playing - set(found["playing"]))
+                engine.version, engine.digest = wanted
+                engine.room = int(found["room"])
+                worst = self._probe
+                worst |= {n: max(each, worst.get(n, each)) for n, each in found["probe"].items()}
+        with self._changed:
+            admitted = self._admitted(engine)
+        if admitted:
+            engine.room = int(self._call(engine, "admit", groups=self._drawn(admitted))["room"])
+        if engine.playing:
+            slices = None if self._clock is None else 1
+            found = self._call(engine, "finished", seconds=_WAIT_SECONDS, slices=slices)
+            self._take(engine, found)
+        elif self._clock is None:
+            with self._changed:
+                self._changed.wait(_WAIT_SECONDS)
+
+    def _admitted(self, engine: _Engine) -> list[int]:
+        """The next groups that the engine may begin, in order; they are playing from now on.
+        Engines have even parts of what there is to play."""
+        rollout, version = self._config.rollout, engine.version or 0
+        size = rollout.group_size
+        ahead = version + self._config.schedule.staleness + 1
+        bound = min(ahead * rollout.prompts_per_iteration, self._until)
+        playing = set().union(*(each.playing for each in self._engines.values()))
+        first = self._iteration * rollout.prompts_per_iteration
+        open_ = [g for g in range(first, bound) if g not in playing and g not in self._batches]
+        part = -(-(len(open_) + len(playing)) // len(self._engines))
+        chosen: list[int] = []
+        room = engine.room
+        for group in open_:
+            fits = room >= size or not (engine.playing or chosen)
+            if not fits or len(engine.playing) + len(chosen) >= part:
+                break
+            chosen.append(group)
+            room -= size
+        engine.playing.update(chosen)
+        return chosen
+
+    def _drawn(self, groups: Sequence[int]) -> list[tuple[int, str, int]]:
+        """What groups play: their numbers, an environment's label and its prompt."""
+        config = self._config
+        if not config.environments:
+            return [(group, "", group) for group in groups]
+        with self._changed:
+            return self._drawn_of_mixture(groups)
+
+    def _drawn_of_mixture(self, groups: Sequence[int]) -> list[tuple[int, str, int]]:
+        more = max(groups) + 1 - len(self._draws)
+        draws, self._cursor = draw(self._config.mixture, self._cursor, None, max(0, more))
+        self._draws += draws
+        return [(group, *self._draws[group]) for group in groups]
+
+    def _take(self, engine: _Engine, found: dict[str, Any]) -> None:
+        sealed = [
+            SealedGroup.model_validate(
+                {
+                    "group": each["group"],
+                    "key": self._batches.key(self._batch_of(each["group"])),
+                    "shards": each["shards"],
+                    "tally": redact_tree(each["tally"]),
+                    "versions": {v: self._digest(v) for v in each["versions"]},
+                }
+            )
+            for each in found["groups"]
+        ]
+        for each in sealed:
+            fault_points.point(f"group.taken{each.group}", self._batch_of(each.group))
+        with self._changed:
+            self._batches.seal(sealed)
+            tallies = (RolloutStats.model_validate(each.tally) for each in sealed)
+            self._tokens += sum(tally.load.generated_tokens for tally in tallies)
+            engine.room = int(found["room"])
+            engine.playing.difference_update(each.group for each in sealed)
+            self._changed.notify_all()
+        if sealed:
+            self._tell("collect", self._iteration, self._progress())
+
+    def _batch_of(self, group: int) -> int:
+        return group // self._config.rollout.prompts_per_iteration
+
+    def _digest(self, version: int) -> str:
+        versions = self._run.versions
+        return str(self._run.manifest(*versions.publication(version)).outputs["digest"])
+
+    def _forget(self, engine: _Engine) -> None:
+        """What the engine was playing is played anew."""
+        self._lose(engine, set(engine.playing))
+        engine.group, engine.version = None, None
+
+    def _lose(self, engine: _Engine, groups: set[int]) -> None:
+        """Some of the groups that the engine was given are played anew."""
+        if groups:
+            listed = ", ".join(map(str, sorted(groups)))
+            text = f"engine {engine.member} is not what it was: groups {listed} are played anew"
+            logger.warning("%s", text)
+            self._run.note(self._iteration, "collect", text)
+        self._anew += len(groups)
+        engine.playing -= groups
+
+    def _call(self, engine: _Engine, method: str, **arguments: Any) -> dict[str, Any]:
+        assert engine.group is not None
+        results: list[dict[str, Any]] = engine.group.call(
+            method,
+            stage="collect",
+            iteration=self._iteration,
+            deadline_seconds=self._config.deadlines.stage,
+            **arguments,
+        )
+        return results[0]
+
+    # Results
+
+    def _progress(self) -> dict[str, Any]:
+        groups, size = self._batches.of(self._iteration), self._config.rollout.group_size
+        asked = self._config.rollout.prompts_per_iteration
+        tally = merge([[RolloutStats.model_validate(each.tally) for each in groups]])
+        seconds = 0.0 if self._since is None else time.monotonic() - self._since
+        return {
+            "episodes_done": tally.episodes + tally.failed,
+            "episodes": asked * size,
+            "tokens_per_second": tally.load.generated_tokens / seconds if seconds else 0.0,
+            "return": tally.returns.mean,
+            "engines": len(self._engines),
+        }
+
+    def _result(
+        self, deployment: StageDeployment, iteration: int, seconds: float, carried_over: int
+    ) -> dict[str, Any]:
+        groups = self._batches.of(iteration)
+        tally = merge([[RolloutStats.model_validate(each.tally) for each in groups]])
+        # A group's own seconds pass side by side with those of others, and its tokens may be of an
+        # earlier iteration's time.
+        load = replace(tally.load, seconds=seconds, generated_tokens=self._tokens)
+        self._tokens = 0
+        tally = tally.model_copy(update={"load": load})
+        try:
+            rollout_stats.check_failures(tally, self._config.rollout.max_failed_share)
+        except Exception:
+            # What broke them may have broken groups of later batches, too.
+            self._end_threads()
+            failing = self._batches.failing(iteration)
+            self._anew += len(failing)
+            self._batches.play_anew(failing)
+            raise
+        versions = {v: digest for group in groups for v, digest in group.versions.items()}
+        anew, self._anew = self._anew, 0
+        outputs: dict[str, Any] = {
+            "groups": [groups[0].group, groups[-1].group + 1],
+            "versions": {str(version): versions[version] for version in sorted(versions)},
+        }
+        if tally.failures:
+            outputs["failures"] = redact_tree(tally.failures)
+        return {
+            "shards": [entry.model_dump(mode="json") for entry in self._batches.entries(iteration)],
+            "outputs": outputs,
+            "metrics": {
+                **rollout_stats.rollout_metrics(tally),
+                **self._probe,
+                "replicas": float(deployment.replicas),
+                "groups_carried": float(carried_over),
+                "groups_anew": float(anew),
+            },
+        }

@@ -1,0 +1,148 @@
+"""Groups of episodes that are played side by side, begin when there is room and end when they end.
+
+Each group is a play of the agent loop by itself. Between calls it lives in the event loop of its
+worker; while the engine is away it is parked between two tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from earl_core.rollout.engines.engine import Engine
+from earl_core.rollout.engines.in_slices import EngineInSlices
+from earl_core.rollout.episode_player import PlaySettings
+from earl_core.rollout.errors import EngineLost
+from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.trajectory.samples import Episode, EpisodeSpec
+
+Play = Callable[..., Coroutine[Any, Any, list[Episode]]]
+"""Plays `specs` on an `engine` with `settings` and a `meter`."""
+
+
+class PlayedGroup(NamedTuple):
+    """A group that has ended: its number in the run, its episodes, what they took."""
+
+    group: int
+    episodes: list[Episode]
+    meter: LoadMeter
+
+
+@dataclass(frozen=True)
+class _Playing:
+    episodes: int
+    meter: LoadMeter
+    task: asyncio.Task[list[Episode]]
+    began: float
+
+    @property
+    def live(self) -> int:
+        """Episodes that have not ended; those of a group that failed never will."""
+        return 0 if self.task.done() else self.episodes - self.meter.episodes_done
+
+
+class GroupPlayer:
+    """engine: a lockstep one. limit_seconds: of a group, without the time in which it was parked.
+    All methods are of one event loop."""
+
+    def __init__(
+        self, engine: Engine, play: Play, settings: PlaySettings, limit_seconds: float
+    ) -> None:
+        self._engine = EngineInSlices(engine, lambda: self.live)
+        self._play, self._limit = play, limit_seconds
+        self._settings = replace(settings, clock=self._clock)
+        self._playing: dict[int, _Playing] = {}
+        self._parked_since: float | None = None
+        self._parked = 0.0
+
+    @property
+    def live(self) -> int:
+        """Episodes that have not ended."""
+        return sum(each.live for each in self._playing.values())
+
+    @property
+    def playing(self) -> list[int]:
+        """The groups that are played, and those that have ended and were not taken, ascending."""
+        return sorted(self._playing)
+
+    @property
+    def room(self) -> int:
+        """How many further episodes may be in play."""
+        return (self._settings.max_live_episodes or 0) - self.live
+
+    def admit(self, group: int, specs: Sequence[EpisodeSpec]) -> None:
+        """Begin to play a group. Raises `ValueError` for one that is played already."""
+        if group in self._playing:
+            raise ValueError(f"group {group} is played already")
+        meter = LoadMeter(len(specs))
+        play = self._play(engine=self._engine, specs=specs, settings=self._settings, meter=meter)
+        task = asyncio.create_task(play)
+        self._playing[group] = _Playing(len(specs), meter, task, self._clock())
+
+    async def finished(self, seconds: float, slices: int | None = None) -> list[PlayedGroup]:
+        """Go on, and return the groups that have ended, by their numbers; each once.
+
+        seconds: how long to wait for one. slices: run so many, and none until the next call.
+        Raises what ended a group, and `EngineLost` for one that takes too long.
+        """
+        self._take_up()
+        tasks = [each.task for each in self._playing.values()]
+        if slices is not None:
+            await self._engine.advance(slices)
+            # What has ended is closed, so that the next slice finds the environments alike.
+            await _settled([each.task for each in self._playing.values() if not each.live])
+        else:
+            self._engine.go_on()
+            if tasks:
+                await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done = [group for group, each in sorted(self._playing.items()) if each.task.done()]
+        found = [
+            PlayedGroup(group, self._playing[group].task.result(), self._playing[group].meter)
+            for group in done
+        ]
+        for group in done:
+            del self._playing[group]
+        if not found:
+            # What has ended is taken first.
+            self._check_limit()
+        return found
+
+    async def park(self) -> None:
+        """Stop between two tokens, until `finished` is called again."""
+        await self._engine.hold()
+        if self._parked_since is None:
+            self._parked_since = time.monotonic()
+
+    async def close(self) -> None:
+        """End what is played; nothing of it is kept."""
+        playing, self._playing = list(self._playing.values()), {}
+        for each in playing:
+            each.task.cancel()
+        await asyncio.gather(*(each.task for each in playing), return_exceptions=True)
+        await self._engine.stop()
+
+    def _take_up(self) -> None:
+        if self._parked_since is not None:
+            self._parked += time.monotonic() - self._parked_since
+            self._parked_since = None
+
+    def _clock(self) -> float:
+        """Seconds that go on while nothing is parked."""
+        now = time.monotonic() if self._parked_since is None else self._parked_since
+        return now - self._parked
+
+    def _check_limit(self) -> None:
+        late = [g for g, each in self._playing.items() if self._clock() - each.began > self._limit]
+        if late:
+            raise EngineLost(
+                f"group {late[0]} is not finished after {self._limit:g} s: raise deadlines.stage, "
+                "or look at its environment"
+            )
+
+
+async def _settled(tasks: Sequence[asyncio.Task[list[Episode]]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)

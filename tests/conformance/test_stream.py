@@ -1,0 +1,76 @@
+"""Updates of a run whose groups are played as a stream, a second time in float64: what was trained
+is what the sealed rows say, under the versions that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from earl_core.config import RunConfig
+from flows.debug import Debugged, opened_here
+from tests.conformance.reference import Reference, load, logprobs
+from tests.conformance.test_whole_iterations import (
+    FAMILIES,
+    TEMPERATURE,
+    UPDATE,
+    configured,
+    learnt,
+    save,
+    weights,
+)
+
+ITERATIONS, STALENESS = 4, 2
+ALGORITHM = {
+    "policy_loss": {"name": "dppo", "mask_low": 0.001, "mask_high": 0.002},
+    "advantage": {"name": "rloo"}, "aggregation": {"name": "token_mean"},
+    "kl": {"placement": "loss", "estimator": "k3", "coefficient": 0.2},
+}  # fmt: skip
+
+
+def sampled_by(row: dict[str, Any], versions: dict[int, Any]) -> float:
+    """The largest difference of a row's log-probs from those of the versions that it names."""
+    mask = np.array(row["loss_mask"]).astype(bool)
+    told, named = (np.array(row[n])[mask] for n in ("rollout_logprobs", "token_versions"))
+    found = np.empty(len(told))
+    with torch.no_grad():
+        for version in set(named.tolist()):
+            scored, _ = logprobs(versions[version], row, TEMPERATURE)
+            found[named == version] = scored.numpy()[named == version]
+    return float(np.abs(found - told).max())
+
+
+def test_updates_of_a_stream_equal_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EARL_CLOCK", "0")
+    model = save("Llama", FAMILIES["Llama"][0], tmp_path / "model")
+    config = configured(model, ALGORITHM, tmp_path, ITERATIONS)
+    config["rollout"] |= {"max_tokens_per_turn": 24, "stop": list("aeiou012")}
+    config["schedule"] = {"staleness": STALENESS, "mode": "stream"}
+    reference = Reference(model, ALGORITHM, UPDATE)
+    versions, switched = {0: load(model)}, 0
+    with opened_here(RunConfig.model_validate(config), lambda *_: None) as controller:
+        for number in range(ITERATIONS):
+            metrics = Debugged(controller, number).whole()["update"].metrics
+            rows = pq.read_table(controller.run.episodes_path(number)).to_pylist()
+            assert {row["group_id"] for row in rows} == {2 * number, 2 * number + 1}
+            for row in rows:
+                assert sampled_by(row, versions) < 1e-4
+                named = set(row["token_versions"]) - {-1}
+                assert max(0, number - STALENESS) <= min(named) <= max(named) <= number
+                first, last = (row[f"policy_version_{name}"] for name in ("first", "last"))
+                switched += first != last
+            before = weights(reference.model)
+            found = reference.iteration(rows, TEMPERATURE)
+            ours, theirs = learnt(tmp_path, number), weights(reference.model)
+            assert metrics["grad_norm"] == pytest.approx(found["grad_norm"], rel=1e-4)
+            assert found["grad_norm"] > 0.05
+            assert max(float(np.abs(theirs[n] - before[n]).max()) for n in theirs) > 1e-3
+            assert max(float(np.abs(ours[n] - theirs[n]).max()) for n in theirs) < 1e-6
+            versions[number + 1] = load(tmp_path / f"runs/run/checkpoints/{number:06d}/policy")
+    assert switched, "no answer went on under new weights"

@@ -1,0 +1,101 @@
+"""A lockstep engine in slices: the answers of the engine, and weights that change in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from earl_core.rollout.engines.engine import Completion, GenerationRequest
+from earl_core.rollout.engines.in_slices import SLICE_TOKENS, EngineInSlices
+from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.weights.publish import publish
+from tests.engines.driver import Driver, request
+from tests.engines.models import make, model_logprobs, prompt_of
+
+REQUESTS, TOKENS = 10, 40
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    directory = tmp_path_factory.mktemp("slices")
+    make("llama_untied", directory)
+    driver = Driver(TorchEngine(directory, threads=1), directory)
+    driver.run(driver.engine.start())
+    yield driver
+    driver.close()
+
+
+def asked(number: int) -> GenerationRequest:
+    return request(number, prompt_of(number, 5 + number), max_tokens=TOKENS - number)
+
+
+def test_slices_give_the_answers_of_the_engine(driver: Driver) -> None:
+    async def in_slices() -> list[Completion]:
+        engine = EngineInSlices(driver.engine, lambda: 0)
+        answers = (engine.generate([asked(number)]) for number in range(REQUESTS))
+        found = [each for (each,) in await asyncio.gather(*answers)]
+        await engine.stop()
+        return found
+
+    whole = driver.generate([asked(number) for number in range(REQUESTS)])
+    driver.engine.finish(range(REQUESTS))
+    parts = driver.run(in_slices())
+    driver.engine.finish(range(REQUESTS))
+    for one, other in zip(whole, parts, strict=True):
+        assert one.tokens == other.tokens
+        assert one.spans == other.spans
+        assert one.finish_reason == other.finish_reason == "length"
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_a_held_engine_begins_no_slice_and_goes_on_where_it_stood(driver: Driver) -> None:
+    assert SLICE_TOKENS < TOKENS // 2
+
+    async def work() -> Completion:
+        engine = EngineInSlices(driver.engine, lambda: 1)
+        answer = asyncio.create_task(engine.generate([asked(0)]))
+        await engine.advance(2)
+        await engine.hold()
+        engine_tokens = driver.engine.statistics()["generated_tokens"]
+        await asyncio.sleep(0.05)
+        assert driver.engine.statistics()["generated_tokens"] == engine_tokens
+        assert not answer.done()
+        engine.go_on()
+        (found,) = await answer
+        await engine.stop()
+        return found
+
+    whole = driver.answer(prompt_of(0, 5), max_tokens=TOKENS)
+    assert driver.run(work()).tokens == whole.tokens
+
+
+def test_weights_change_between_any_two_tokens(driver: Driver, tmp_path: Path) -> None:
+    """Each answer stops at a token of its own, waits while the weights change, and goes on: tokens
+    have the log-probs of transformers, of the old model before and of the new one after."""
+    old = make("llama_untied", tmp_path / "old")
+    new = make("llama_untied", tmp_path / "new", seed=1)
+    changed = publish(new.state_dict(), tmp_path / "weights", 1, torch.float32)
+    ends = np.random.default_rng(0).integers(1, TOKENS - REQUESTS, REQUESTS).tolist()
+    begun = [
+        driver.generate([request(n, prompt_of(n, 5 + n), max_tokens=end)])[0]
+        for n, end in enumerate(ends)
+    ]
+    driver.run(driver.engine.play_under(changed))
+    again = [
+        request(n, prompt_of(n, 5 + n), max_tokens=TOKENS, begun=each)
+        for n, each in enumerate(begun)
+    ]
+    answers = driver.generate(again)
+    for n, (end, answer) in enumerate(zip(ends, answers, strict=True)):
+        assert [tuple(span) for span in answer.spans] == [(0, 0, end), (1, end, TOKENS)]
+        assert answer.tokens[:end] == begun[n].tokens
+        prompt = prompt_of(n, 5 + n)
+        before, after = (model_logprobs(m, prompt, answer.tokens, 0.7) for m in (old, new))
+        expected = [*before[:end], *after[end:]]
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+        assert np.abs(np.array(before) - after).max() > 0.1

@@ -1,0 +1,178 @@
+"""Groups that are played as a stream: each is trained once, none is too old, kills or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from earl_core.config import load_config
+from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.run.group_journal import GroupJournal
+from flows.debug import Debugged, opened_here
+from tests.flows.runs import KILLED, Runs
+
+BATCH, SIZE = 4, 2
+LENGTHS = {
+    "name": "tests.rollout.environments:Lengths",
+    "options": {"every": 7, "long": 30},
+}
+
+
+def stream(staleness: int, iterations: int) -> tuple[str, ...]:
+    """Overrides of a run in which one group in seven is fifteen times as long as the others."""
+    return (
+        f"iterations={iterations}",
+        f"schedule={{staleness: {staleness}, mode: stream}}",
+        "algorithm.importance_correction={}",
+        "algorithm.kl={placement: none, coefficient: 0}",
+        f"environment={json.dumps(LENGTHS)}",
+        f"rollout.prompts_per_iteration={BATCH}",
+        f"rollout.group_size={SIZE}",
+        "rollout.max_turns=40",
+        "rollout.max_running_requests=8",
+        "tracking.keep_episodes=all",
+    )
+
+
+def assert_once_and_young(run: Path, staleness: int, iterations: int) -> np.ndarray:
+    """Batch k is its groups, whole, and no token is older than the staleness. Returns the ages of
+    all trained tokens. Read from the kept rows of the shards, without EARL."""
+    ages = []
+    for k in range(iterations):
+        table = pq.read_table(run / "iterations" / f"{k:06d}" / "episodes.parquet")
+        wanted = range(k * BATCH * SIZE, (k + 1) * BATCH * SIZE)
+        assert sorted(table["episode_id"].to_pylist()) == list(wanted)
+        assert table["group_id"].to_pylist() == [e // SIZE for e in table["episode_id"].to_pylist()]
+        columns = (table[name].combine_chunks().values for name in ("token_versions", "loss_mask"))
+        versions, mask = (np.array(each) for each in columns)
+        assert (versions[mask == 0] == -1).all()
+        ages.append(k - versions[mask == 1])
+        assert 0 <= ages[-1].min() <= ages[-1].max() <= staleness, k
+    return np.concatenate(ages)
+
+
+def train(runs: Runs, *overrides: str, alone: bool = False) -> None:
+    """Train in this process, without Prefect. alone: one iteration, as if it was scheduled by
+    itself."""
+    config = load_config(str(runs.config), list(overrides))
+    with opened_here(config, lambda *_: None) as controller:
+        controller.single_iteration = alone
+        while (number := controller.next_iteration()) < config.iterations:
+            Debugged(controller, number).whole()
+            if alone:
+                return
+        controller.run.finish()
+
+
+def test_unfinished_groups_go_on_under_new_weights_and_are_trained_once(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the run was stopped between the seal of a group and its line, and without shared
+    memory after that."""
+    asked = stream(2, 6)
+    for fault in ("group.taken5@1", "update.step0@2"):
+        monkeypatch.setenv("EARL_FAULT", f"{fault}=raise")
+        with pytest.raises(Exception, match=fault):
+            train(runs, *asked)
+    monkeypatch.delenv("EARL_FAULT")
+    shutil.rmtree(runs.directory / "shm")
+    train(runs, *asked, alone=True)
+    sealed = GroupJournal(runs.run()).read().values()
+    assert max(each.group for each in sealed if each.tally) == 3 * BATCH - 1
+    train(runs, *asked)
+    runs.assert_learnt()
+    assert set(assert_once_and_young(runs.run(), 2, 6).tolist()) == {0, 1, 2}
+    lines = {int(line["iteration"]): line for line in runs.metrics()}
+    assert [lines[k]["rollout/groups_carried"] > 0 for k in (3, 4, 5)] == [False, True, True]
+    # The long group of the last batch began two iterations before.
+    rows = pq.read_table(runs.run() / "iterations/000005/episodes.parquet").to_pylist()
+    assert {3, 5} <= {v for row in rows if row["group_id"] == 20 for v in row["token_versions"]}
+    assert runs.shared_memory() == []
+
+
+@pytest.mark.slow
+def test_under_a_clock_a_stream_repeats_bit_for_bit(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines beside the learner; another clock gives other bits."""
+    asked = (*stream(1, 3), "stages={placement: shared, rollout: {replicas: 2}}")
+    for name, clock in (("one", "2"), ("again", "2"), ("other", "6")):
+        monkeypatch.setenv("EARL_CLOCK", clock)
+        train(runs, *asked, f"name={name}")
+        assert_once_and_young(runs.run(name), 1, 3)
+    runs.assert_learnt("one", than="other")
+    assert runs.weights(2, "one") == runs.weights(2, "again") != runs.weights(2, "other")
+
+
+@pytest.mark.slow
+def test_what_an_engine_was_playing_that_was_ended_aside_is_played_anew(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory cannot be restored, which ends it and is no error of a stage."""
+    restored = []
+
+    async def restore_memory(engine: TorchEngine) -> None:
+        restored.append(engine)
+        if len(restored) == 3:
+            raise RuntimeError("no memory to restore")
+        await restoring(engine)
+
+    restoring = TorchEngine.restore_memory
+    monkeypatch.setattr(TorchEngine, "restore_memory", restore_memory)
+    monkeypatch.setenv("EARL_CLOCK", "0")
+    train(runs, *stream(2, 6))
+    assert_once_and_young(runs.run(), 2, 6)
+    assert sum(line["rollout/groups_anew"] for line in runs.metrics()) > 0
+
+
+def faults(seed: int) -> list[str]:
+    """Where a run is killed: the controller between any two things that it writes, an engine before
+    and after it seals a group, the learner within and after its steps."""
+    draw = np.random.default_rng(seed)
+    batch = int(draw.integers(0, 3))
+    group = int(draw.integers(batch * BATCH, (batch + 1) * BATCH))
+    return [
+        f"group.taken{group}@{batch}",
+        f"collect.{draw.choice(['before', 'seal', 'after'])}@{batch}",
+        f"stable.{draw.choice(['before', 'after'])}@{batch}",
+        f"group.{draw.choice(['played', 'sealed'])}{group}@{batch}",
+        f"update.{draw.choice(['step0', 'seal'])}@{batch}",
+    ]
+
+
+def killed_at(runs: Runs, name: str, places: list[str], placement: str) -> None:
+    """A run of three iterations that is killed at each of these places once, and resumed."""
+    asked = (*stream(1, 3), f"name={name}", f"stages.placement={placement}", "deadlines.repeats=9")
+    once = runs.directory / f"{name}-faults"
+    once.mkdir()
+    runs.environment["EARL_FAULT_ONCE"] = str(once)
+    fault = ";".join(f"{place}=kill" for place in places)
+    for _ in range(len(places) + 1):
+        process = runs.start(*asked, fault=fault)
+        process.wait(300)
+        runs.wait_for_workers_to_end()
+        if process.returncode == 0:
+            break
+        assert process.returncode == KILLED, runs.output_path(len(runs.started) - 1).read_text()
+    assert process.returncode == 0
+    assert len(os.listdir(once)) >= len(places) // 2
+    runs.assert_learnt(name)
+    assert_once_and_young(runs.run(name), 1, 3)
+    assert runs.shared_memory() == []
+
+
+@pytest.mark.slow
+def test_killed_anywhere_each_group_is_trained_once(runs: Runs) -> None:
+    killed_at(runs, "run", faults(0)[1:], "shared")
+
+
+@pytest.mark.campaign
+def test_a_hundred_kills_lose_and_repeat_no_group(runs: Runs) -> None:
+    for seed in range(20):
+        killed_at(runs, f"run{seed}", faults(seed), ("colocated", "shared")[seed % 2])
