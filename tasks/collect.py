@@ -23,5 +23,6 @@ def collect(given: StageInputs) -> dict[str, Any]:
         )
     if text := controller.config.mismatch_watch.warning(result["metrics"], iteration):
         logger.warning("%s", text)
-    result["metrics"]["peak_bytes"] = controller.groups.peak_bytes("rollout")
+    # The weights before these, which engines might have loaded until now.
+    controller.release_weights(iteration - 1)
     return result

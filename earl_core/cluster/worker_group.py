@@ -7,8 +7,10 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ class WorkerGroup:
 
     `target` is `"package.module:Class"`; each rank builds `Class(context, deployment, **arguments)`
     and keeps it until `stop()`. It sees the controller's import path. A group runs one call at a
-    time; a second caller waits for the first. A `WorkerLost` ends the group: `alive` is False, and
+    time; callers wait for those before them. A `WorkerLost` ends the group: `alive` is False, and
     `start()` makes a fresh one. After `WorkerCallFailed` of a call the group stays usable if every
     rank has answered.
 
@@ -63,7 +65,7 @@ class WorkerGroup:
         self._monitor: Monitor | None = None
         self._deployment: Json | None = None
         self._memory: list[MemoryUse] = []
-        self._busy = False
+        self._callers: deque[int] = deque()
         self._call_ids = itertools.count(1)
 
     # -- state ------------------------------------------------------------------------------------
@@ -277,22 +279,18 @@ class WorkerGroup:
             "arguments": arguments,
         }
         frame = encode(message)
-        monitor = self._take_turn(where, abort)
-        frames = [frame] * len(monitor.ranks)
-        exchange = Exchange(monitor, where, call_id, frames, deadline_seconds, abort, on_progress)
-        try:
-            return exchange.run()
-        except WorkerError:
-            raise
-        except BaseException as error:
-            exchange.give_up()
-            if isinstance(error, Aborted):
-                raise WorkerLost(where, "the call was cancelled") from None
-            raise
-        finally:
-            with self._condition:
-                self._busy = False
-                self._condition.notify_all()
+        with self._turn(where, abort, call_id) as monitor:
+            each = [frame] * len(monitor.ranks)
+            exchange = Exchange(monitor, where, call_id, each, deadline_seconds, abort, on_progress)
+            try:
+                return exchange.run()
+            except WorkerError:
+                raise
+            except BaseException as error:
+                exchange.give_up()
+                if isinstance(error, Aborted):
+                    raise WorkerLost(where, "the call was cancelled") from None
+                raise
 
     def reshard(
         self, deployment: Json, *, stage: str, iteration: int, deadline_seconds: float
@@ -320,18 +318,25 @@ class WorkerGroup:
                 self._deployment = deployment
         return results
 
-    def _take_turn(self, where: Where, abort: threading.Event) -> Monitor:
+    @contextmanager
+    def _turn(self, where: Where, abort: threading.Event, caller: int) -> Iterator[Monitor]:
         with self._condition:
-            self._condition.wait_for(lambda: abort.is_set() or not self._busy)
-            monitor = self._monitor
-            if monitor is not None and monitor.loss is not None:
-                raise loss_error(monitor, where)
-            if monitor is None or not self.alive:
-                raise WorkerLost(where, "the group is not running; call start() first")
-            if abort.is_set():
-                raise WorkerLost(where, "the call was cancelled before it began")
-            self._busy = True
-            return monitor
+            self._callers.append(caller)
+        try:
+            with self._condition:
+                self._condition.wait_for(lambda: abort.is_set() or self._callers[0] == caller)
+                monitor = self._monitor
+                if monitor is not None and monitor.loss is not None:
+                    raise loss_error(monitor, where)
+                if monitor is None or not self.alive:
+                    raise WorkerLost(where, "the group is not running; call start() first")
+                if abort.is_set():
+                    raise WorkerLost(where, "the call was cancelled before it began")
+            yield monitor
+        finally:
+            with self._condition:
+                self._callers.remove(caller)
+                self._condition.notify_all()
 
 
 def _stop_all() -> None:

@@ -14,10 +14,11 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from earl_core.cluster.group import Group
+from earl_core.cluster.errors import WorkerLost
+from earl_core.control.streamed_engine import StreamedEngine
 from earl_core.control.worker_groups import Progress, WorkerGroups
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
@@ -44,20 +45,6 @@ CLOCK = "EARL_CLOCK"
 batch is complete, and then waits for the next version. Runs with equal clocks are equal."""
 
 
-@dataclass
-class _Engine:
-    """An engine, as far as this process knows it. group: its ranks; None: nothing is known of them.
-    version: that it plays; None: it has to load one. digest: of its weights. room: for how many
-    further episodes."""
-
-    member: int
-    group: Group | None = None
-    version: int | None = None
-    digest: str = ""
-    room: int = 0
-    playing: set[int] = field(default_factory=set)
-
-
 class GroupStream:
     """The stream of one run. `_changed` guards what threads share; each thread calls its own
     engines."""
@@ -66,7 +53,7 @@ class GroupStream:
         self._run, self._config = run, run.config
         self._groups, self._tell = groups, tell
         self._batches = GroupBatches(run)
-        self._engines: dict[int, _Engine] = {}
+        self._engines: dict[int, StreamedEngine] = {}
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -75,7 +62,7 @@ class GroupStream:
         self._deployment: StageDeployment | None = None
         self._newest: Manifest | None = None
         self._probe: dict[str, float] = {}
-        self._anew = self._tokens = 0
+        self._lost = self._tokens = 0
         self._draws: list[Draw] = []
         self._cursor: Cursor = {}
         self._since: float | None = None
@@ -125,6 +112,14 @@ class GroupStream:
             self._since = time.monotonic()
         return self._result(deployment, iteration, seconds, carried_over)
 
+    def oldest(self, newest: int) -> int:
+        """The oldest version up to this one whose weights an engine may yet load."""
+        with self._changed:
+            if self._newest is None or not self._running():
+                return newest
+            wanted = (each.wanted for each in self._engines.values() if each.wanted is not None)
+            return min(newest, carried(self._newest), *wanted)
+
     def close(self) -> None:
         """Have the threads end, before the groups do; what is playing is played anew by whoever
         goes on. Calls that take longer are cut off with their groups."""
@@ -136,9 +131,12 @@ class GroupStream:
 
     def _wait_for_clock(self) -> None:
         """Under a clock, wait until the engines have played as far as it goes."""
+        if self._clock is None:
+            return
         with self._changed:
-            if self._clock is not None and self._running():
-                self._changed.wait_for(lambda: self._is_at_rest() or self._error is not None)
+            # Threads that are asked to stop end without a word.
+            while self._running() and not self._is_at_rest() and self._error is None:
+                self._changed.wait(_WAIT_SECONDS)
 
     def _is_decided(self) -> bool:
         return self._error is not None or self._batches.is_complete(self._iteration)
@@ -162,7 +160,7 @@ class GroupStream:
             self._forget(self._engines.pop(member))
         members = [[each] for each in range(engines)]
         for member in range(engines):
-            self._engines.setdefault(member, _Engine(member))
+            self._engines.setdefault(member, StreamedEngine(member))
         for some in members if self._clock is None else [list(range(engines))]:
             thread = threading.Thread(
                 target=self._work, args=(some,), name=f"earl-groups-{some[0]}", daemon=True
@@ -199,6 +197,7 @@ class GroupStream:
             with self._changed:
                 for engine in engines:
                     self._forget(engine)
+                self._lost += isinstance(error, WorkerLost)
                 if self._error is None:
                     self._error = error
                 self._changed.notify_all()
@@ -210,19 +209,20 @@ class GroupStream:
                 return False
             return self._goes_ahead or not self._is_decided()
 
-    def _round(self, engine: _Engine) -> None:
+    def _round(self, engine: StreamedEngine) -> None:
         """Load the newest weights, admit groups while there is room, and take those that have
         ended."""
         assert self._deployment is not None
         group = self._groups.get("rollout", self._deployment, engine.member)
         with self._changed:
             newest = self._newest
+            assert newest is not None
+            wanted = carried(newest), str(newest.outputs["digest"])
+            engine.wanted = wanted[0]
             fresh = engine.group is not group
             if fresh:
                 self._forget(engine)
                 engine.group = group
-        assert newest is not None
-        wanted = carried(newest), str(newest.outputs["digest"])
         if (engine.version, engine.digest) != wanted:
             found = self._call(engine, "load", weights=newest.outputs["weights"], anew=fresh)
             with self._changed:
@@ -244,7 +244,7 @@ class GroupStream:
             with self._changed:
                 self._changed.wait(_WAIT_SECONDS)
 
-    def _admitted(self, engine: _Engine) -> list[int]:
+    def _admitted(self, engine: StreamedEngine) -> list[int]:
         """The next groups that the engine may begin, in order; they are playing from now on.
         Engines have even parts of what there is to play."""
         rollout, version = self._config.rollout, engine.version or 0
@@ -272,15 +272,12 @@ class GroupStream:
         if not config.environments:
             return [(group, "", group) for group in groups]
         with self._changed:
-            return self._drawn_of_mixture(groups)
+            more = max(groups) + 1 - len(self._draws)
+            draws, self._cursor = draw(config.mixture, self._cursor, None, max(0, more))
+            self._draws += draws
+            return [(group, *self._draws[group]) for group in groups]
 
-    def _drawn_of_mixture(self, groups: Sequence[int]) -> list[tuple[int, str, int]]:
-        more = max(groups) + 1 - len(self._draws)
-        draws, self._cursor = draw(self._config.mixture, self._cursor, None, max(0, more))
-        self._draws += draws
-        return [(group, *self._draws[group]) for group in groups]
-
-    def _take(self, engine: _Engine, found: dict[str, Any]) -> None:
+    def _take(self, engine: StreamedEngine, found: dict[str, Any]) -> None:
         sealed = [
             SealedGroup.model_validate(
                 {
@@ -312,22 +309,22 @@ class GroupStream:
         versions = self._run.versions
         return str(self._run.manifest(*versions.publication(version)).outputs["digest"])
 
-    def _forget(self, engine: _Engine) -> None:
+    def _forget(self, engine: StreamedEngine) -> None:
         """What the engine was playing is played anew."""
         self._lose(engine, set(engine.playing))
         engine.group, engine.version = None, None
 
-    def _lose(self, engine: _Engine, groups: set[int]) -> None:
+    def _lose(self, engine: StreamedEngine, groups: set[int]) -> None:
         """Some of the groups that the engine was given are played anew."""
         if groups:
             listed = ", ".join(map(str, sorted(groups)))
             text = f"engine {engine.member} is not what it was: groups {listed} are played anew"
             logger.warning("%s", text)
             self._run.note(self._iteration, "collect", text)
-        self._anew += len(groups)
+        self._batches.anew += len(groups)
         engine.playing -= groups
 
-    def _call(self, engine: _Engine, method: str, **arguments: Any) -> dict[str, Any]:
+    def _call(self, engine: StreamedEngine, method: str, **arguments: Any) -> dict[str, Any]:
         assert engine.group is not None
         results: list[dict[str, Any]] = engine.group.call(
             method,
@@ -336,6 +333,8 @@ class GroupStream:
             deadline_seconds=self._config.deadlines.stage,
             **arguments,
         )
+        # Of the call that has just ended.
+        engine.peak = max(engine.peak, sum(use.tree_peak_bytes for use in engine.group.memory))
         return results[0]
 
     # Results
@@ -368,12 +367,14 @@ class GroupStream:
         except Exception:
             # What broke them may have broken groups of later batches, too.
             self._end_threads()
-            failing = self._batches.failing(iteration)
-            self._anew += len(failing)
-            self._batches.play_anew(failing)
+            self._batches.play_anew(self._batches.failing(iteration))
             raise
         versions = {v: digest for group in groups for v, digest in group.versions.items()}
-        anew, self._anew = self._anew, 0
+        anew, self._batches.anew = self._batches.anew, 0
+        lost, self._lost = self._lost, 0
+        peak = sum(each.peak for each in self._engines.values())
+        for each in self._engines.values():
+            each.peak = 0.0
         outputs: dict[str, Any] = {
             "groups": [groups[0].group, groups[-1].group + 1],
             "versions": {str(version): versions[version] for version in sorted(versions)},
@@ -389,5 +390,7 @@ class GroupStream:
                 "replicas": float(deployment.replicas),
                 "groups_carried": float(carried_over),
                 "groups_anew": float(anew),
+                "replicas_lost": float(lost),
+                "peak_bytes": float(peak),
             },
         }

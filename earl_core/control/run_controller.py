@@ -296,10 +296,11 @@ class RunController:
         return saved and self._cluster.can_grow()
 
     def release_weights(self, iteration: int) -> None:
-        """Delete the published weights that no rollout after this iteration plays, once it has
-        published its own."""
+        """Delete the published weights that no rollout after this iteration plays, and no engine
+        of a stream loads, once it has published its own."""
         versions = self.run.versions
         oldest, newest = versions.played(iteration + 1), versions.update(iteration).made
+        oldest = self.stream.oldest(oldest)
         kept = kept_weights(versions.publications(), oldest, newest)
         files = [file["path"] for each in kept for file in each.outputs["weights"]["files"]]
         self.run.stores.release_others("*.safetensors", {Path(path).name for path in files})

@@ -19,7 +19,6 @@ from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.opponents import play_against_policy
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
-from earl_core.system.errors import ConfigError
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
@@ -64,11 +63,6 @@ class EnvironmentPools:
             player: Callable[..., Coroutine[Any, Any, list[Episode]]] = play
             if environment.agent:
                 player = play_agents
-            elif pool.wants_policy and settings.interrupted:
-                raise ConfigError(
-                    f"the environment {environment.played} asks the policy for opponents, whose "
-                    "engine is away at times under schedule.mode `stream`: set it to `pinned`"
-                )
             elif pool.wants_policy:
                 player = play_against_policy
             timed = replace(

@@ -32,7 +32,7 @@ class PlaySettings:
     position range, the only one that ends an episode; None: that of the engine. call_seconds: how
     long an agent waits for an answer. episode_seconds: how long an episode of the built-in loop
     takes, by the `clock`, in seconds. constrained: how agents' requests for answers of a form are
-    taken, as `rollout.requests` has it. interrupted: the engine may be away for long in between.
+    taken, as `rollout.requests` has it.
     """
 
     max_turns: int
@@ -47,7 +47,6 @@ class PlaySettings:
     episode_seconds: float | None = None
     constrained: str = "free"
     clock: Callable[[], float] = time.monotonic
-    interrupted: bool = False
 
 
 def check_overflow(tokens: int, max_model_len: int, positions: int | None) -> None:

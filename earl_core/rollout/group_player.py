@@ -117,7 +117,8 @@ class GroupPlayer:
             self._parked_since = time.monotonic()
 
     async def close(self) -> None:
-        """End what is played; nothing of it is kept."""
+        """End what is played, between two tokens; nothing of it is kept."""
+        await self._engine.hold()
         playing, self._playing = list(self._playing.values()), {}
         for each in playing:
             each.task.cancel()

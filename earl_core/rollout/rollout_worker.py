@@ -139,7 +139,6 @@ class RolloutWorker(EngineWorker):
                 self._settings(self._config.rollout.temperature),
                 # The batch's failures are judged when it is collected.
                 max_failed_share=math.inf,
-                interrupted=True,
             )
             play = partial(self._pools.play, chat=chat, environments=self._config.played)
             self._groups = GroupPlayer(engine, play, settings, self._config.deadlines.stage)

@@ -14,12 +14,14 @@ from earl_core.run.group_journal import GroupJournal, SealedGroup
 
 class GroupBatches:
     """Read from the journal when it is first asked for; a group leaves when a STABLE checkpoint
-    covers the iteration that took it. Not for several threads at a time."""
+    covers the iteration that took it. `anew`: how many were to be played anew; whoever tells it
+    sets it to 0. Not for several threads at a time."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._size = run, run.config.rollout.prompts_per_iteration
         self._journal = GroupJournal(run.path)
         self._sealed: dict[int, SealedGroup] | None = None
+        self.anew = 0
 
     def __contains__(self, group: int) -> bool:
         """Tell whether the group is sealed."""
@@ -69,6 +71,7 @@ class GroupBatches:
     def play_anew(self, groups: Sequence[SealedGroup]) -> None:
         """Forget sealed groups, whose shards are given back, and say so in the journal."""
         self._journal.append([SealedGroup(group=each.group) for each in groups])
+        self.anew += len(groups)
         for each in groups:
             self._known.pop(each.group, None)
             for entry in each.shards:

@@ -120,7 +120,7 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
     ("rollout/constrained_satisfied_share", f"{HEALTH}/constrained_satisfied_share", "",
      "Of these calls, the share whose answers had the form"),
     ("rollout/groups_anew", f"{HEALTH}/groups_anew", "groups",
-     "Groups that were played anew because their engine was lost or built anew"),
+     "Groups to be played anew: their engine was lost or built anew, or they could not be used"),
     ("rollout/replicas_lost", f"{HEALTH}/engines_lost", "engines", "Engines that died"),
     ("recovery/stages_repeated", f"{HEALTH}/stages_repeated", "stages",
      "Stages repeated, because ranks died or missed a deadline"),

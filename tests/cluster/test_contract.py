@@ -279,6 +279,26 @@ def test_calls_from_two_callers_take_turns(make_group: MakeGroup, site: Site) ->
         assert [call.result() for call in calls] == [[1], [2], [3], [4], [5]]
 
 
+def test_a_caller_that_calls_again_and_again_lets_others_in_between(
+    make_group: MakeGroup, site: Site
+) -> None:
+    group = make_group()
+    group.start({}, {})
+    done = threading.Event()
+
+    def again_and_again() -> None:
+        while not done.is_set():
+            group.call("count", to=1, pause=0.1, **site)
+
+    with ThreadPoolExecutor() as pool:
+        endless = pool.submit(again_and_again)
+        for _ in range(5):
+            before = group.call("describe", **site)[0]["calls"]
+            assert group.call("describe", **site)[0]["calls"] <= before + 2
+        done.set()
+        endless.result()
+
+
 def test_an_aborted_call_leaves_the_group_idle(make_group: MakeGroup, site: Site) -> None:
     group = make_group()
     group.start({}, {})

@@ -161,15 +161,15 @@ def killed_at(runs: Runs, name: str, places: list[str], placement: str) -> None:
             break
         assert process.returncode == KILLED, runs.output_path(len(runs.started) - 1).read_text()
     assert process.returncode == 0
-    assert len(os.listdir(once)) >= len(places) // 2
+    assert len(os.listdir(once)) >= max(1, len(places) // 2)
     runs.assert_learnt(name)
     assert_once_and_young(runs.run(name), 1, 3)
     assert runs.shared_memory() == []
 
 
 @pytest.mark.slow
-def test_killed_anywhere_each_group_is_trained_once(runs: Runs) -> None:
-    killed_at(runs, "run", faults(0)[1:], "shared")
+def test_after_a_kill_of_the_controller_each_group_is_trained_once(runs: Runs) -> None:
+    killed_at(runs, "run", ["collect.seal@1"], "shared")
 
 
 @pytest.mark.campaign
