@@ -26,7 +26,7 @@ def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--scratch", type=Path, help="directory of the runs, which are continued")
     made.add_argument("--teacher-iterations", type=int, default=40)
-    made.add_argument("--pupil-iterations", type=int, default=80)
+    made.add_argument("--pupil-iterations", type=int, default=160)
     made.add_argument("--episodes", type=int, default=1024, help="held-out games of each")
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
