@@ -21,6 +21,7 @@ from earl_core.environments.registry import check, create
 from earl_core.system.errors import ConfigError
 
 USER = "tests.environments.user_environments"
+REWARDS = "tests.environments.user_rewards"
 ROWS = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "2+2?", "answer": "4"}]
 
 
@@ -49,7 +50,7 @@ def test_questions_and_rewards(data: str) -> None:
 
 
 def test_fsspec_urls_and_own_reward_functions(data: str) -> None:
-    options = {"path": f"file://{data}", "reward_function": f"{USER}:half_reward"}
+    options = {"path": f"file://{data}", "reward_function": f"{REWARDS}:half_reward"}
     environment = create("prompt", options)
     environment.reset(0, 0)
     result = environment.step("abc")
@@ -164,7 +165,7 @@ def test_every_format_asks_and_scores(
         ({"format": "alpaca"}, {"instruction": "a", "input": 3, "output": "b"}, "'input' no text"),
         ({}, {"messages": [USER_SAYS, CALLS]}, "an answer .* that is a dict, neither a text nor"),
         ({}, {"prompt": "a", "reward_model": {"ground_truth": {"x": 1}}}, "that is a dict"),
-        ({"reward_function": f"{USER}:half_reward"}, {"prompt": "a", "answer": None}, "is null"),
+        ({"reward_function": f"{REWARDS}:half_reward"}, {"prompt": "a", "answer": None}, "is null"),
         ({}, {"prompt": [USER_SAYS], "answer": "b", "tools": [{"x": 1}]}, "tools that cannot be"),
         (
             {},
@@ -226,7 +227,7 @@ def test_reward_functions_of_trl(tmp_path: Path, prompt: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": prompt, "solution": "15"}))
     options = {"path": str(path), "answer_column": "solution"}
-    named = {"reward_function": f"{USER}:scored_as_trl_does", **options}
+    named = {"reward_function": f"{REWARDS}:scored_as_trl_does", **options}
     environment = create("prompt", {**named, "system_prompt": "Multiply."})
     # The row's own prompt is asked about, without what the run puts before it.
     assert len(environment.reset(0, 0)) == 2
@@ -234,8 +235,8 @@ def test_reward_functions_of_trl(tmp_path: Path, prompt: Any) -> None:
     environment.reset(0, 0)
     assert environment.step("16").reward == 0.0
     with pytest.raises(ConfigError, match="needs completion_ids, which only TRL's trainer has"):
-        create("prompt", {**options, "reward_function": f"{USER}:scored_by_ids"})
-    environment = create("prompt", {**options, "reward_function": f"{USER}:scored_in_batches"})
+        create("prompt", {**options, "reward_function": f"{REWARDS}:scored_by_ids"})
+    environment = create("prompt", {**options, "reward_function": f"{REWARDS}:scored_in_batches"})
     environment.reset(0, 0)
     with pytest.raises(TypeError, match="returned 2 rewards for one completion"):
         environment.step("15")
@@ -250,7 +251,7 @@ def test_reward_functions_of_trl(tmp_path: Path, prompt: Any) -> None:
     ],
 )
 def test_a_reward_function_is_called_before_work(data: str, function: str, problem: str) -> None:
-    given = {"path": data, "reward_function": f"{USER}:{function}"}
+    given = {"path": data, "reward_function": f"{REWARDS}:{function}"}
     config = parse_config(
         {
             "name": "x",
@@ -267,7 +268,7 @@ def test_a_reward_function_is_called_before_work(data: str, function: str, probl
 
 
 def test_reward_functions_must_return_numbers(data: str) -> None:
-    environment = create("prompt", {"path": data, "reward_function": f"{USER}:bad_reward"})
+    environment = create("prompt", {"path": data, "reward_function": f"{REWARDS}:bad_reward"})
     environment.reset(0, 0)
     with pytest.raises(TypeError, match="must return a finite number"):
         environment.step("x")
@@ -298,11 +299,11 @@ def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:
     match("line 2 of .* is no JSON", row + "[" * 100_000)
     match("no function of .completion, row.", row, reward_function="math:sqrt")
     match("no function of .completion, row.", row, reward_function="builtins:max")
-    match("is a coroutine function", row, reward_function=f"{USER}:scored_later")
+    match("is a coroutine function", row, reward_function=f"{REWARDS}:scored_later")
 
 
 def test_further_arguments_by_name_are_no_place_for_messages(data: str) -> None:
-    named = f"{USER}:scored_strictly"
+    named = f"{REWARDS}:scored_strictly"
     environment = create("prompt", {"path": data, "reward_function": named})
     environment.reset(0, 0)
     assert environment.step("2").reward == 0.5

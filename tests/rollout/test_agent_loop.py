@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.rollout.agent_loop import play
 from earl_core.rollout.chat.chat import ChatTokenizer
-from earl_core.rollout.chat.tool_calls import Tools
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.rollout_load import LoadMeter
@@ -26,7 +25,7 @@ from earl_core.trajectory.samples import FAILED_REASONS, Episode, EpisodeSpec, r
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.published import published
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, MISTRAL, char_tokenizer
-from tests.rollout.scripted import SayingEngine, ScriptedEngine, ScriptedEnvironments
+from tests.rollout.scripted import ScriptedEngine, ScriptedEnvironments
 
 CHAT = ChatTokenizer(char_tokenizer(CHATML))
 STOP = CHAT.stop_token_ids[0]
@@ -387,33 +386,3 @@ def check_columns(episodes: list[Episode]) -> None:
             assert mask[-1] == 1
     batch, _ = published(rollout_rows(episodes), ROLLOUT_SCHEMA)
     assert batch.num_rows == sum(len(episode.samples) for episode in episodes)
-
-
-@BOTH
-def test_calls_of_tools_that_a_prompt_brings_are_given_as_they_are_written(lockstep: bool) -> None:
-    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    said = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-
-    class Bringing(ScriptedEnvironments):
-        heard: list[str]
-
-        async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]:
-            (message,) = await super().reset(episode_id, prompt, seed)
-            self.heard = []
-            return [{**message, "tools": [schema]} if episode_id == 0 else message]
-
-        async def step(self, episode_id: int, text: str) -> StepResult:
-            self.heard.append(text)
-            return await super().step(episode_id, text)
-
-    tokens = [*CHAT.encode(said), STOP]
-    pool = Bringing(lambda i: 1)
-    engine = SayingEngine(lambda i, turn: tokens, lockstep=lockstep)
-    first, other = played(engine, pool, 2)
-    assert pool.heard == [said, said]
-    assert first.finish_reason == other.finish_reason == "done"
-    shown = CHAT._tokenizer.decode(first.samples[0].tokens)
-    asked = CHAT.render([{"role": "user", "content": "start"}], Tools([schema]))
-    assert shown == asked + said + CHAT._tokenizer.decode([STOP])
-    # The next episode's prompt brings none.
-    assert CHAT._tokenizer.decode(other.samples[0].tokens).count('"add"') == 1
