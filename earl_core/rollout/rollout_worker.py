@@ -51,12 +51,13 @@ class RolloutWorker(EngineWorker):
     where the engine's context ends before the model's. A lost engine is built by the next `ensure`.
     """
 
+    _groups: GroupPlayer | None = None
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         log, here = self._context.log_path, self._context.here
         self._pools = EnvironmentPools(log, self._run_directory / "environments.json", here)
         self._scorer = Scorer(self._config, log, self._run_directory, here)
-        self._groups: GroupPlayer | None = None
 
     @playing
     async def rollout(
