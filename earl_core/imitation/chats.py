@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from earl_core.environments.adapters.chat_messages import drop_absent, read_tools
+from earl_core.environments.adapters.chat_messages import drop_absent
 from earl_core.environments.adapters.data_set import DataSet
 from earl_core.environments.adapters.row_forms import RowForm
 from earl_core.environments.base import Message
@@ -44,7 +44,7 @@ class Chats:
         row = self._rows[index]
         try:
             messages = self._form.chat(row)
-            given = read_tools(row)
+            given = self._form.tools(row)
             tools = self._own(row) if given is None else Tools(given)
             drop_absent(messages, tools.schemas)
             samples = samples_of(self._chat, messages, tools)

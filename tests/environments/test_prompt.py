@@ -79,6 +79,7 @@ def test_chat_prompts_and_other_columns(tmp_path: Path) -> None:
 
 USER_SAYS = {"role": "user", "content": "3*5?"}
 SAID = {"role": "assistant", "content": "15"}
+SYSTEM = {"role": "system", "content": "Multiply."}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALLS: dict[str, Any] = {
     "role": "assistant",
@@ -107,6 +108,8 @@ ROWS_OF: list[tuple[str, dict[str, Any]]] = [
     ("sharegpt", {"conversations": TURNS}),
     ("alpaca", {"instruction": "3*5?", "input": "", "output": "15"}),
     ("plain", {"prompt": "3*5?", "answer": "15"}),
+    ("auto", {"prompt": "3*5?", "answer": "15", "tools": "calculator"}),
+    ("auto", {"prompt": "3*5?", "answer": "15", "tools": ["calculator"]}),
     ("plain", {"prompt": "3*5?", "answer": 15}),
 ]
 
@@ -162,6 +165,38 @@ def test_every_format_asks_and_scores(
         ({"format": "plain"}, {"prompt": [USER_SAYS], "answer": "15"}, "is not a text"),
         ({"format": "trl"}, {"prompt": "a", "completion": [SAID, SAID]}, "of 2 messages"),
         ({"format": "trl"}, {"prompt": "a", "completion": None}, "'completion'. that is null"),
+        ({"format": "trl"}, {"prompt": "a", "completion": [USER_SAYS]}, "that the user says"),
+        (
+            {"format": "verl"},
+            {"prompt": [USER_SAYS], "reward_model": None},
+            "'reward_model'. .* null",
+        ),
+        (
+            {},
+            {"prompt": json.dumps([USER_SAYS]), "answer": "b"},
+            "is a text, .* declare its format",
+        ),
+        ({}, {"prompt": json.dumps(TURNS), "answer": "b"}, "is a text, .* declare its format"),
+        (
+            {},
+            {"prompt": [SYSTEM, USER_SAYS], "answer": "b", "system": "Go."},
+            "a system message in",
+        ),
+        (
+            {"reward_function": f"{REWARDS}:scored_as_verl_does"},
+            {"prompt": "a", "answer": "b"},
+            "has verl's signature",
+        ),
+        (
+            {},
+            {"conversations": [{"from": "function_call", "value": '{"name": "f", "args": 1}'}]},
+            r"\[0\] a function_call with args",
+        ),
+        (
+            {},
+            {"prompt": "a", "answer": "b", "tools": [{"name": "x", "input_schema": {}}]},
+            "tools that cannot be used",
+        ),
         ({"format": "alpaca"}, {"instruction": "a", "input": 3, "output": "b"}, "'input' no text"),
         ({}, {"messages": [USER_SAYS, CALLS]}, "an answer .* that is a dict, neither a text nor"),
         ({}, {"prompt": "a", "reward_model": {"ground_truth": {"x": 1}}}, "that is a dict"),
@@ -194,6 +229,17 @@ def test_calls_tools_and_system_messages_reach_the_model(tmp_path: Path) -> None
     assert others[2] == {**result, "name": "add"}
     (other, *_) = create("prompt", {"path": str(path), "system_prompt": "Own."}).reset(0, 0)
     assert other["content"] == "Own."
+
+
+@pytest.mark.parametrize("prompt", ["3*5?", [USER_SAYS], [SYSTEM, USER_SAYS]])
+def test_a_column_system_is_asked_with_the_prompt(tmp_path: Path, prompt: Any) -> None:
+    row = {"prompt": prompt, "answer": "15", "system": "Multiply."}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    options = {"path": str(tmp_path / "rows.parquet")}
+    assert create("prompt", options).reset(0, 0) == [SYSTEM, USER_SAYS]
+    # A column that was named says all.
+    named = create("prompt", {**options, "prompt_column": "prompt"}).reset(0, 0)
+    assert named == [*([SYSTEM] if len(prompt) == 2 else []), USER_SAYS]
 
 
 def test_alpaca_has_a_history_and_more_input(tmp_path: Path) -> None:

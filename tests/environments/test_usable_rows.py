@@ -87,6 +87,7 @@ def test_a_row_is_refused_or_left_out(
         ("prompt", [CHAT, [{"role": "user", "content": None}], CHAT], "row 1 .*no text"),
         ("prompt", [CHAT, CHAT, [{"role": "x", "content": "y"}]], "row 2 .*role is none of"),
         ("prompt", [CHAT, None, CHAT], "row 1 .*is null"),
+        ("prompt", ["a", json.dumps(CHAT), "b"], "row 1 .*is a text, where a list of messages"),
         ("prompt", [1, 2, 3], "row 0 .*neither a text nor a list"),
         ("answer", ["1", "one", "3"], "row 1 .*holds no number"),
         ("answer", [1.0, math.nan, 3.0], "row 1 .*is nan"),
@@ -102,6 +103,14 @@ def test_columns_are_looked_at_as_rows_are(
     pq.write_table(pa.table({**good, column: values}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=message):
         check("prompt", options(tmp_path / "a.parquet"))
+
+
+def test_a_dotted_name_of_a_field_is_no_path(tmp_path: Path) -> None:
+    table = pa.table({"prompt": ["x"], "a": [{"b.c": "1", "b": {"c": "none"}}]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    given = {**options(tmp_path / "a.parquet"), "scoring_columns": [], "answer_column": "a.b.c"}
+    with pytest.raises(ConfigError, match=r"row 0 .*'a\.b\.c'.* holds no number"):
+        check("prompt", given)
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
@@ -140,6 +149,29 @@ def test_what_is_no_file_or_grows_without_bounds_is_refused(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=message) as caught:
             check("prompt", options(tmp_path / place))
         assert place in str(caught.value) or place == "y.jsonl"
+
+
+def test_a_table_adds_nothing_to_the_schemas_of_tools(tmp_path: Path) -> None:
+    one, other = (
+        {"name": name, "parameters": {"type": "object", "properties": {name: {"type": "string"}}}}
+        for name in ("x", "y")
+    )
+    bare = {"name": "z"}
+    row = {"prompt": "1+1?", "answer": "2", "tools": [one, other, bare]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    (told,) = create("prompt", {"path": str(tmp_path / "rows.parquet")}).reset(0, 0)
+    assert [each["function"] for each in told["tools"]] == [one, other, bare]
+
+
+def test_a_call_of_sharegpt_has_arguments_or_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    asked, said = {"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}
+    for key in ("arguments", "parameters"):
+        call = {"from": "function_call", "value": json.dumps({"name": "f", key: {"a": 1}})}
+        path.write_text(json.dumps({"conversations": [asked, call, asked, said]}))
+        rows = {"path": str(path.rename(tmp_path / f"{key}.jsonl"))}
+        (_, called, _) = create("prompt", rows).reset(0, 0)
+        assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
 texts = st.text("ab 1é", min_size=1).filter(str.strip)

@@ -45,3 +45,7 @@ def scored_in_batches(completions: list[str]) -> list[float]:
 async def scored_later(completion: str, row: dict[str, Any]) -> float:
     """Not for prompts."""
     return 1.0
+
+
+def scored_as_verl_does(data_source: str, solution_str: str, ground_truth: str = "") -> float:
+    return float(solution_str == ground_truth)

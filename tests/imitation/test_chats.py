@@ -17,6 +17,7 @@ from earl_core.environments.adapters.data_set import read_rows
 from earl_core.environments.adapters.row_forms import RowForm
 from earl_core.environments.base import Message, call_id
 from earl_core.imitation.chats import Chats, samples_of
+from earl_core.imitation.content import content_digest
 from earl_core.imitation.demonstration_worker import ANY_ROW
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.tool_calls import Tools
@@ -224,6 +225,29 @@ def test_every_format_is_imitated(tmp_path: Path, row: dict[str, Any]) -> None:
     assert trained(found._chat, expected) == ["b<|im_end|>"]
 
 
+def test_a_number_is_an_answer_and_a_column_system_is_told(tmp_path: Path) -> None:
+    row = {"prompt": "1?", "answer": 1, "completion": None, "system": "sum"}
+    found = chats(written(tmp_path / "rows.parquet", row))
+    told: Message = {"role": "system", "content": "sum"}
+    expected = samples_of(found._chat, [told, user("1?"), assistant("1")], Tools([SCHEMA]))
+    assert found.episode(0).samples == expected
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.JSONL", "a.json.gz", "saved/a.arrow"])
+def test_a_change_of_demonstrations_is_noticed(tmp_path: Path, name: str) -> None:
+    place = tmp_path / name
+    place.parent.mkdir(exist_ok=True)
+    digests = []
+    for text in ("a", "b"):
+        place.write_text(text)
+        given = [str(place), str(place.parent)]
+        given += [f"{place.parent}/*"] if place.suffix != ".arrow" else []
+        digests.append([content_digest(each) for each in given])
+    assert not {*digests[0]} & {*digests[1]}
+    with pytest.raises(FileNotFoundError, match="no file with demonstrations"):
+        content_digest(f"{tmp_path}/*.parquet")
+
+
 def test_what_verl_compares_with_is_no_demonstration(tmp_path: Path) -> None:
     row = {"prompt": [user("a")], "reward_model": {"ground_truth": "b"}}
     with pytest.raises(ConfigError, match="has no turn of the assistant"):
@@ -301,7 +325,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         },
         "a call of 'add' whose arguments is no JSON",
     ),
-    "no tool": ({"messages": [user("a"), assistant("b")], "tools": [{"name": "x"}]}, "has tools"),
+    "no tool": ({"messages": [user("a"), assistant("b")], "tools": [{"nam": "x"}]}, "has tools"),
+    "no answer": ({"prompt": "a", "completion": None}, "an answer .*'completion'. that is no text"),
+    "answers the user": (
+        {"prompt": "a", "completion": [user("b")]},
+        "in the column 'completion' more than answers",
+    ),
+    "two answers": (
+        {"prompt": [user("a"), assistant("b")], "completion": "c"},
+        "an answer at the end of its prompt and in 'completion'",
+    ),
+    "lost answer": (
+        {"prompt": [user("a"), assistant("b"), user("c")], "completion": None},
+        "an answer .*'completion'. that is no text",
+    ),
     "unknown environment": (
         {"messages": [user("a"), assistant("b")], "environment": "chess"},
         "names the environment 'chess', which the run does not have",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from earl_core.environments.adapters.row_files import Row
@@ -49,35 +50,71 @@ def _turn(number: int, turn: Any) -> Row:
     if speaker == "function_call":
         calls = _parsed(said, f"in conversations[{number}] a function_call that")
         calls = calls if isinstance(calls, list) else [calls]
-        return {"role": "assistant", "tool_calls": [{"function": call} for call in calls]}
+        functions = [_function(number, call) for call in calls]
+        return {"role": "assistant", "tool_calls": [{"function": each} for each in functions]}
     if speaker not in _SPEAKERS:
         known = ", ".join([*_SPEAKERS, "function_call"])
         raise ConfigError(f"{where} a turn from {speaker!r:.50}, which is none of {known}")
     return {"role": _SPEAKERS[speaker], "content": said}
 
 
-def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def _function(number: int, call: Any) -> Any:
+    """The function of a call; some write its arguments as `parameters`."""
+    if not isinstance(call, Mapping):
+        return call
+    key = "arguments" if "arguments" in call else "parameters"
+    if other := sorted(set(call) - {"name", key}):
+        raise ConfigError(
+            f"has in conversations[{number}] a function_call with {', '.join(map(str, other))}",
+            remedy="write name and arguments",
+        )
+    return {"name": call.get("name"), "arguments": call.get(key)}
+
+
+def read_tools(row: Mapping[str, Any], declared: bool) -> list[dict[str, Any]] | None:
     """The tools of a row's column `tools`, a list or a text of JSON; None where it says nothing.
+    declared: whether the form is; else a column without a list of mappings is the row's own.
     Raises as `read_messages`."""
     given = row.get("tools")
-    if isinstance(given, str) and given.strip():
-        given = _parsed(given, "in the column 'tools' a text that")
-    if given is None or given == "":
+    written = isinstance(given, str)
+    if isinstance(given, str):
+        if not given.strip():
+            return None
+        if declared or given.lstrip().startswith("["):
+            given = _parsed(given, "in the column 'tools' a text that")
+    if given is None:
         return None
-    if not isinstance(given, list):
-        raise ConfigError("has in the column 'tools' no list of tools")
+    if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
+        if declared:
+            raise ConfigError("has in the column 'tools' no list of tools")
+        return None
+    # A table gives every schema the keys of all of its schemas.
+    given = given if written else _without_nulls(given)
     # Some write the function alone.
     given = [{"type": "function", "function": each} if _is_bare(each) else each for each in given]
     for schema in given:
         try:
-            check_schema(schema)
+            _check_tool(json.dumps(schema, default=str))
         except ConfigError as error:
             raise ConfigError(f"has tools that cannot be used, {error}") from error
     return given
 
 
-def _is_bare(tool: Any) -> bool:
-    return isinstance(tool, Mapping) and {"name", "parameters"} <= tool.keys()
+@lru_cache(maxsize=4096)
+def _check_tool(text: str) -> None:
+    """Raise `ConfigError` for no tool. Rows share their tools, and a check takes milliseconds."""
+    check_schema(json.loads(text))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_bare(tool: Mapping[str, Any]) -> bool:
+    # Other APIs write the parameters elsewhere; without them the function would take nothing.
+    return "name" in tool and not {"function", "input_schema", "inputSchema"} & tool.keys()
 
 
 def _message(number: int, message: Any, learnt: bool) -> Message:

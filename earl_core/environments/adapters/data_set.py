@@ -135,7 +135,7 @@ def _open(files: Any, root: str, path: str, split: str | None) -> list[Rows]:
         if files.exists(f"{root}/state.json"):
             _chosen([], split, path)
             return _saved(files, root)
-        names = _rows_of(files.find(root))
+        names = rows_of(files.find(root))
     elif "*" in root:
         names = files.glob(root)
     else:
@@ -167,7 +167,7 @@ def _told(files: Any, name: str) -> Any:
 
 
 def _read(files: Any, name: str) -> Rows:
-    kind = _format(name)
+    kind = data_format(name)
     if kind is None:
         raise ConfigError(
             f"{name!r} has no known format: name files that end in .jsonl, .json, .csv or "
@@ -197,9 +197,9 @@ def _read(files: Any, name: str) -> Rows:
     return JsonArray(text, name) if text.lstrip().startswith("[") else JsonLines(whole, name)
 
 
-def _rows_of(names: Sequence[str]) -> list[str]:
+def rows_of(names: Sequence[str]) -> list[str]:
     """The files of a directory that hold its rows: beside others .json and .csv describe them."""
-    kinds = {name: kind for name in names if (kind := _format(name))}
+    kinds = {name: kind for name in names if (kind := data_format(name))}
     rows = [name for name, kind in kinds.items() if kind in ("jsonl", "parquet")]
     return rows or [name for name in kinds if name.rpartition("/")[2] not in _DESCRIPTIONS]
 
@@ -251,7 +251,7 @@ def _local(files: Any) -> bool:
     return "file" in ([files.protocol] if isinstance(files.protocol, str) else files.protocol)
 
 
-def _format(name: str) -> str | None:
+def data_format(name: str) -> str | None:
     """One of `_FORMATS`, by the end of the name; that of a compression may follow a text's."""
     from fsspec.utils import infer_compression
 

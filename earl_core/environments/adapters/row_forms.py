@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -46,6 +47,9 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "plain": (),
 }
 """Paths of the answer where a row has no column `answer`; after them comes the chat's last turn."""
+
+_LISTED = re.compile(r"\s*\[\s*\{")
+"""The beginning of a text that may be a chat, written as JSON."""
 
 _WANTED = {
     "openai": "a list of messages with role and content",
@@ -108,10 +112,11 @@ class RowForm:
         else:
             messages = (read_turns if turns else read_messages)(given, self.learnt)
         system = row.get("system")
-        if (turns or self._alpaca(row)) and isinstance(system, str) and system.strip():
-            if messages[0]["role"] == "system":
+        if (turns or self.column is None) and isinstance(system, str) and system.strip():
+            if messages[0]["role"] != "system":
+                messages[:0] = read_messages([{"role": "system", "content": system}])
+            elif messages[0]["content"].strip() != system.strip():
                 raise ConfigError("has a system message in its chat and in the column 'system'")
-            messages.insert(0, {"role": "system", "content": system})
         if self.learnt:
             messages += self._demonstrated(row, messages)
         return messages
@@ -120,18 +125,23 @@ class RowForm:
         """Part a row into prompt and answer. Raises as `place`."""
         # Most rows are two texts, of which there may be millions.
         text = row.get(self.column or "prompt") if self.form in ("auto", "trl", "plain") else None
-        if type(text) is str and text.isascii() and "tools" not in row:
+        alone = "tools" not in row and "system" not in row
+        if alone and type(text) is str and text.isascii() and not _LISTED.match(text):
             answer = None if self.answer is None else row.get(self.answer)
             if self.answer is None or type(answer) in (str, int, float):
                 return ChatRow([{"role": "user", "content": text}], answer, None)
         messages = self.chat(row)
-        tools = read_tools(row)
+        tools = self.tools(row)
         drop_absent(messages, tools or ())
         said = messages.pop() if messages[-1]["role"] == "assistant" else None
         if not messages:
             raise ConfigError("has nothing before its answer")
         answer = None if self.answer is None else self._answer(row, said)
         return ChatRow(messages, answer, tools)
+
+    def tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """The tools that a row brings, None where it names none. Raises as `place`."""
+        return read_tools(row, declared=self.form != "auto")
 
     def takes_text(self, column: str) -> bool:
         """Whether a text in this column is a prompt, and no list that is written as JSON."""
@@ -145,7 +155,8 @@ class RowForm:
             return "is null"
         chat = isinstance(given, list)
         if self.form == "auto":
-            fits = chat or (isinstance(given, str) and self.takes_text(column))
+            text = isinstance(given, str) and self.takes_text(column)
+            fits = chat or (text and not _is_written_chat(given))
             wanted = "neither a text nor a list of messages with role and content"
             if isinstance(given, str):
                 wanted = "a text, where a list of messages is expected; declare its format"
@@ -189,11 +200,20 @@ class RowForm:
             paths.append("answer")
         if messages[-1]["role"] != "assistant":
             for path in paths:
-                said = look_up(row, path)
-                if isinstance(said, str):
-                    said = [{"role": "assistant", "content": said}]
-                if isinstance(said, list):
-                    return read_messages(said, self.learnt)
+                said = row.get(path)
+                if isinstance(said, list) and said:
+                    answers = read_messages(said, self.learnt)
+                    if any(each["role"] not in ("assistant", "tool") for each in answers):
+                        raise ConfigError(f"has in the column {path!r} more than answers")
+                    return answers
+                # A table of numbers has NaN where it has none.
+                if isinstance(said, str | int | float) and said == said:
+                    answer = {"role": "assistant", "content": str(said)}
+                    return read_messages([answer], self.learnt)
+            if empty := [path for path in paths if path in row]:
+                raise ConfigError(f"has an answer (column {empty[0]!r}) that is no text")
+        elif "completion" in paths and self.place(row) == "prompt" and row.get("completion"):
+            raise ConfigError("has an answer at the end of its prompt and in 'completion'")
         if not any(message["role"] == "assistant" for message in messages):
             raise ConfigError(
                 "has no turn of the assistant, so there is nothing to imitate",
@@ -217,6 +237,9 @@ class RowForm:
             return dict(said) if "tool_calls" in said else said["content"]
         if self.form in ("openai", "sharegpt") and self.answer == "answer":
             raise ConfigError("has no answer: its chat does not end with the assistant's message")
+        for struct in (path.partition(".")[0] for path in paths):
+            if struct in row and row[struct] is None:
+                raise ConfigError(f"has an answer (column {struct!r}) that is null")
         raise _no_column(self.answer if self.form == "auto" else paths[-1], row)
 
 
@@ -241,6 +264,8 @@ def _value(path: str, value: Any) -> Any:
         if len(several) > 1:
             raise ConfigError(f"has an answer (column {path!r}) of {len(several)} messages")
         (message,) = read_messages(several)
+        if message["role"] != "assistant":
+            raise ConfigError(f"has an answer (column {path!r}) that the {message['role']} says")
         return dict(message) if "tool_calls" in message else message["content"]
     return value
 
@@ -257,6 +282,17 @@ def _is_text(value: Any) -> bool:
 
 def _is_turn(turn: Any) -> bool:
     return isinstance(turn, Mapping) and "from" in turn and "role" not in turn
+
+
+def _is_written_chat(text: str) -> bool:
+    """Whether a text is a list of messages or turns that is written as JSON."""
+    if not _LISTED.match(text):
+        return False
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return all(isinstance(each, Mapping) and ("role" in each or _is_turn(each)) for each in given)
 
 
 def _parsed(column: str, text: str) -> Any:

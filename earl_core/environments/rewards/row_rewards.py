@@ -79,6 +79,11 @@ def _parameters(function: Any, what: str) -> Mapping[str, inspect.Parameter]:
         )
     try:
         signature = inspect.signature(function)
+        if "solution_str" in signature.parameters:
+            raise ConfigError(
+                f"{what} has verl's signature, (data_source, solution_str, ground_truth, ...)",
+                remedy="write a function of (completion, row) that calls it",
+            )
         if "completions" not in signature.parameters:
             places = sum(each.kind in _BY_PLACE for each in signature.parameters.values())
             signature.bind("completion", {}, *([[]] if places > 2 else []))

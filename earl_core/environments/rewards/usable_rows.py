@@ -39,7 +39,7 @@ class RowRules:
         try:
             chat = self.form.read(row)
         except ConfigError as error:
-            return error.problem
+            return f"{error.problem} ({error.remedy})" if error.remedy else error.problem
         if told := _prompt_fault(chat.prompt):
             return f"has a prompt (column {self.form.place(row)!r}) that {told}"
         judged = self.rule is not None and self.form.answer is not None
@@ -62,11 +62,9 @@ class RowRules:
             return [0]
         if any(column not in names for column in self.scoring):
             return [0]
-        if (
-            "tools" in names
-            or self.form.form in ("sharegpt", "alpaca", "plain")
-            or prompt == "instruction"
-        ):
+        if self.form.form in _READ_ALONE or prompt == "instruction":
+            return None
+        if "tools" in names or "system" in names:
             return None
         masks = [_bad_prompts(table[prompt], self.form.takes_text(prompt))]
         if self.form.answer is not None:
@@ -90,7 +88,7 @@ class RowRules:
             if name in table.column_names:
                 kind = table[name].type
                 known = hasattr(kind, "get_field_index") and kind.get_field_index(field) >= 0
-                if not known:
+                if not known or "." in field:
                     return None
                 return _bad_answers(pc.struct_field(table[name], field), self.rule)
         return None
@@ -149,7 +147,8 @@ def _bad_prompts(column: Any, texts: bool) -> Any:
     pc = import_package("pyarrow.compute", "pyarrow")
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return _blank(column) if texts else None
+        # A text may be a chat that is written as JSON.
+        return pc.or_(_blank(column), _with(column, r"^\s*\[\s*\{")) if texts else None
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return None
     inner = kind.value_type
@@ -187,6 +186,11 @@ def _blank(column: Any) -> Any:
     except Exception:
         return pc.or_kleene(pc.is_null(column), True)
     return _without(column, r"[^\s\pZ\x0b\x1c-\x1f\x85]")
+
+
+def _with(column: Any, pattern: str) -> Any:
+    pc = import_package("pyarrow.compute", "pyarrow")
+    return pc.fill_null(pc.match_substring_regex(column, pattern), True)
 
 
 def _without(column: Any, pattern: str) -> Any:
