@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from earl_core.config import RunConfig
+from earl_core.config import ConfigError, RunConfig
 from earl_core.deployment.stages import stage_of
 from earl_core.dispatch import Manifest
 from earl_core.experience.alike_groups import (
@@ -80,9 +80,22 @@ def taken_before(run: RunDirectory, iteration: int) -> Taken:
     # Checkpoints of older releases do not say it.
     demonstrations = state.get("demonstrations_trained", imitated * shown)
     demonstrations += (iteration - now - imitated) * shown
-    if config.rollout.filters_groups and now:
+    waves = config.rollout.filters_groups and iteration > stable + 1
+    if waves and not config.imitates(iteration - 1):
         prompts = run.manifest(iteration - 1, "rollout").outputs[PROMPTS][1]
     return Taken(prompts, demonstrations)
+
+
+def check_numbers(run: RunDirectory) -> None:
+    """Raise `ConfigError` where a stream, whose groups have their numbers by their batches, would
+    skip or repeat prompts."""
+    first, size = run.last_stable() + 1, run.config.rollout.prompts_per_iteration
+    if run.config.schedule.streams and taken_before(run, first).prompts != first * size:
+        raise ConfigError(
+            f"schedule.mode: stream gives groups their numbers by batches of {size}, and the "
+            f"{first} iterations before have played {taken_before(run, first).prompts} prompts",
+            remedy="put rollout.prompts_per_iteration back, or begin a run with --from",
+        )
 
 
 def follows_seal(config: RunConfig) -> bool:

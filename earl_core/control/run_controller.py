@@ -32,7 +32,7 @@ from earl_core.control.preflight import (
     preflight,
     surely,
 )
-from earl_core.control.prompt_waves import taken_before
+from earl_core.control.prompt_waves import check_numbers, taken_before
 from earl_core.control.resume_point import resume_point
 from earl_core.control.teachers import (
     check_teachers,
@@ -190,6 +190,7 @@ class RunController:
         self.model = self._model or self._made_model()
         self.reference_models = reference_shapes(self.config)
         check_shared_memory(self.config, self.run.stores)
+        check_numbers(self.run)
         self._check_demonstrations(self.next_iteration())
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:

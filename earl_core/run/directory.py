@@ -42,6 +42,7 @@ from earl_core.run.checkpoints import (
     remove_checkpoint,
     remove_leftovers,
     stable_checkpoints,
+    unmeasured_gates,
 )
 from earl_core.run.group_journal import group_files
 from earl_core.run.lock import RunLock
@@ -299,7 +300,11 @@ class RunDirectory:
         One that is held (`holding_checkpoint`) goes at the next pruning.
         """
         stable = self.stable_iterations()
-        kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, self.best_stable())
+        evaluations, gates = self.evaluations(), self.config.gates
+        # The first policy's evaluation may be put back.
+        known = () if unmeasured_gates(evaluations, gates) else gates
+        best = best_evaluated(self.path, gated_returns(evaluations, known))
+        kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, best)
         kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
         for iteration in stable:
             if iteration not in kept:

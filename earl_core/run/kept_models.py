@@ -60,7 +60,9 @@ def keep(
             copy = link_or_copy if sums or snapshot else shutil.copyfile
             copy(source / name, target)
             sync(target)
-        files[name] = sums[name] if sums else file_checksum(target)
+        files[name] = file_checksum(target)
+        if sums and files[name] != sums[name]:
+            raise OSError(f"the copy of {source / name} has other bytes: begin again")
     digest = xxhash.xxh3_128_hexdigest(canonical_json(files))
     told = {**record, "digest": digest}
     if snapshot:

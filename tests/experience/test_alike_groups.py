@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.control.prompt_waves import few_differ, taken_before, whole_iteration
+from earl_core.config import ConfigError
+from earl_core.control.prompt_waves import check_numbers, few_differ, taken_before, whole_iteration
 from earl_core.dispatch import Manifest, ManifestError, ShardStore
 from earl_core.experience.alike_groups import (
     TRAINED_EPISODES,
@@ -128,6 +129,30 @@ def test_sizes_that_change_on_resume_neither_skip_nor_repeat_prompts(tmp_path: P
     assert whole_iteration(run, 4).outputs({})["prompts"] == [8, 15]
     _checkpoint(run, 4)
     assert [whole_iteration(run, k).first for k in (5, 6)] == [15, 22]
+    run.close()
+    # The checkpoint says it, too, where seals of then do not.
+    filters = {**more, "alike_groups": "drop"}
+    run = RunDirectory.open(config_in(tmp_path, rollout=filters, imitation=chats, iterations=9))
+    assert whole_iteration(run, 5).first == 15
+    run.close()
+
+
+def test_a_stream_keeps_its_batches(tmp_path: Path) -> None:
+    stream = {
+        "schedule": {"mode": "stream", "staleness": 1},
+        "algorithm": {"importance_correction": {}},
+        "iterations": 9,
+    }
+    sizes = {**SIZES, "engine": "torch"}
+    run = RunDirectory.open(config_in(tmp_path, rollout=sizes, **stream))
+    check_numbers(run)
+    _checkpoint(run, 3)
+    check_numbers(run)
+    run.close()
+    more = {**sizes, "prompts_per_iteration": 7}
+    run = RunDirectory.open(config_in(tmp_path, rollout=more, **stream))
+    with pytest.raises(ConfigError, match=r"batches of 7, and the 4 iterations .* 16 prompts"):
+        check_numbers(run)
     run.close()
 
 

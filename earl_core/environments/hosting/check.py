@@ -66,9 +66,9 @@ async def _try_reward(pool: EnvironmentPool) -> None:
         said = failure.detail.strip().splitlines() or [failure.reason]
         raise ConfigError(
             f"the reward function fails for the answer {_TRIED!r} to row 0 of its data set "
-            f"({said[-1]})",
-            remedy="have environment.options.reward_function return a number for any answer, and "
-            "take the columns that rows have",
+            f"({failure.reason}: {said[-1]})",
+            remedy="have environment.options.reward_function return a number for any answer, take "
+            "the columns that rows have, and answer within step_timeout_seconds",
         ) from failure
 
 
