@@ -224,7 +224,7 @@ def kill_the_idle_engine_too(controller: RunController, folder: Path) -> None:
     (idle,) = [group for group in groups if group and not parents & set(group.pids)]
     # Idle is who has told of its games, which is later than their shard; who is not busy before
     # that has not begun.
-    while not (sealed(controller) - before) or idle._busy:
+    while not (sealed(controller) - before) or idle._callers:
         time.sleep(0.02)
     os.kill(idle.pids[0], signal.SIGKILL)
     # A call that comes before the loss is known fails with it.
