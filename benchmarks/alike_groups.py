@@ -36,9 +36,9 @@ class MostlyHopeless:
     """
 
     def __init__(self, of: int = 5, lost: float = -1.0) -> None:
-        self._game = create("tic_tac_toe", {"style": "compact"})
+        game: Any = create("tic_tac_toe", {"style": "compact"})
+        self._game, self.characters = game, game.characters
         self._of, self._lost, self._hopeless = of, lost, False
-        self.characters = self._game.characters
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         self._hopeless = prompt % self._of != 0

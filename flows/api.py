@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,7 +155,7 @@ class Run:
         with closing(self._train()) as iterations:
             yield from iterations
 
-    def _train(self) -> Iterator[Iteration]:
+    def _train(self) -> Generator[Iteration, None, None]:
         if is_finished(self.directory) and len(self.iterations) >= self.config.iterations:
             return
         from earl_core.control.worker_groups import preload_ranks

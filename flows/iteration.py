@@ -43,7 +43,7 @@ from tasks.stage_tasks import TASKS
 @flow(
     name="iteration",
     flow_run_name=iteration_name,
-    task_runner=ThreadPoolTaskRunner(max_workers=4),
+    task_runner=ThreadPoolTaskRunner(max_workers=4),  # type: ignore[arg-type]
     validate_parameters=True,
     persist_result=False,
     **HOOKS,

@@ -29,7 +29,7 @@ def _say(text: str) -> None:
 @flow(
     name="profile",
     flow_run_name=profile_name,
-    task_runner=ThreadPoolTaskRunner(max_workers=1),
+    task_runner=ThreadPoolTaskRunner(max_workers=1),  # type: ignore[arg-type]
     persist_result=False,
     **HOOKS,
 )

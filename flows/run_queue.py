@@ -11,6 +11,7 @@ import asyncio
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prefect.client.schemas.objects import StateDetails, StateType
@@ -54,7 +55,9 @@ async def _show(name: str, message: str | None) -> None:
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow_run is not None
-    client, identity = context.client, context.flow_run.id
+    # Its methods are typed as those of the clients with and without `await` at once.
+    client: Any = context.client
+    identity = context.flow_run.id
     # A server that does not answer now shows another name for a while; the flow goes on.
     with suppress(httpx.HTTPError):
         known = (await client.read_flow_run(identity)).state

@@ -168,7 +168,7 @@ async def recorded(
     """
     log_sentences()
     context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
+    if context is None or context.flow_run is None or context.flow is None:
         return await work
     runs = str(runs_directory)
     identity = str(context.flow_run.id)
@@ -231,7 +231,9 @@ async def rename(name: str) -> None:
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None and context.client is not None:
         with suppress(httpx.HTTPError):
-            await context.client.set_flow_run_name(context.flow_run.id, name)
+            # Its methods are typed as those of the clients with and without `await` at once.
+            client: Any = context.client
+            await client.set_flow_run_name(context.flow_run.id, name)
 
 
 def _tell_owner(flow_run: FlowRun, runs_directory: str, shown: list[str]) -> None:

@@ -32,7 +32,7 @@ from tasks.train_pages import TrainPages
 @flow(
     name="train",
     flow_run_name=train_name,
-    task_runner=ThreadPoolTaskRunner(max_workers=2),
+    task_runner=ThreadPoolTaskRunner(max_workers=2),  # type: ignore[arg-type]
     persist_result=False,
     **HOOKS,
 )
@@ -139,7 +139,7 @@ async def _one_after_another(controller: RunController, number: int, pages: Trai
     """Do one iteration, and the evaluation before it if one is due."""
     if await _evaluate_played(controller, number):
         pages.changed()
-    _tell(number, await iteration(str(controller.run.path), number), pages)
+    _tell(number, await _child(str(controller.run.path), number), pages)
 
 
 async def _side_by_side(controller: RunController, number: int, pages: TrainPages) -> None:
@@ -187,7 +187,8 @@ async def _side_by_side(controller: RunController, number: int, pages: TrainPage
 
 
 async def _child(run: str, number: int) -> dict[str, Any]:
-    return await iteration(run, number)
+    done: Any = await iteration(run, number)
+    return dict(done)
 
 
 def _tell(number: int, done: dict[str, Any], pages: TrainPages) -> None:

@@ -38,7 +38,8 @@ def advantage(given: StageInputs) -> dict[str, Any]:
         metrics.get("episodes_failed", 0.0)
         for metrics in (played, given.manifests["reward"].metrics)
     )
-    prompts, groups = controller.config.rollout.prompts_per_iteration, statistics["groups"]
+    prompts: float = controller.config.rollout.prompts_per_iteration
+    groups = statistics["groups"]
     if "waves" in played:
         # Groups that two episodes have rewards of were judged, whether they are trained on or not.
         prompts, groups = played["prompts"], played["groups_different"] + alike

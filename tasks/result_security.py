@@ -93,7 +93,7 @@ def _read_record(cls: Any, data: bytes, backup_serializer: Any = None) -> Result
         stored = json.loads(data)
         named, text = stored["metadata"]["serializer"], stored["result"]
         if named == SERIALIZER.model_dump() and isinstance(text, str):
-            record = ResultRecord.model_validate(stored)
+            record: ResultRecord[Any] = ResultRecord.model_validate(stored)
             record.result = json.loads(text)
             return record
     except (ValueError, KeyError, TypeError):
@@ -175,7 +175,7 @@ def ask_first_listeners() -> None:
     # What sends each attempt of a request, and each redirection; Prefect asks for the server's
     # version, with the password, by a client that is none of its own.
     for client in (httpx.AsyncClient, httpx.Client):
-        client._send_single_request = _looking(client._send_single_request)  # type: ignore[method-assign,attr-defined,union-attr]
+        client._send_single_request = _looking(client._send_single_request)  # type: ignore[method-assign]
 
 
 def _looking(send: Callable[..., Any]) -> Callable[..., Any]:

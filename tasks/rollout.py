@@ -22,9 +22,9 @@ def rollout(given: StageInputs) -> dict[str, Any]:
     sealed = list(given.manifests.values())
     if controller.config.rollout.filters_groups and not given.wave:
         result = whole_rollout(controller.config, sealed)
-        if text := few_differ(result["metrics"], iteration):
-            logger.warning("%s", text)
-            controller.run.note(iteration, "rollout", text)
+        if few := few_differ(result["metrics"], iteration):
+            logger.warning("%s", few)
+            controller.run.note(iteration, "rollout", few)
         return result
     weights = input_weights(controller, plan["update"], iteration)
     wave = (

@@ -37,7 +37,7 @@ class Group:
     def __init__(
         self, kind: Callable[..., object], count: int, *arguments: object, fork: bool = False
     ) -> None:
-        context = multiprocessing.get_context("fork" if fork else "spawn")
+        context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(count):

@@ -144,7 +144,7 @@ def _temporary_run(config: RunConfig) -> Iterator[RunConfig]:
     directory = Path(tempfile.mkdtemp(prefix="earl-debug-"))
     # Prefect makes its home there anew as the process ends; what was registered first is last.
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    dispatch = {"durability": "memory", "spill_url": None}
+    dispatch: dict[str, Any] = {"durability": "memory", "spill_url": None}
     # Another run's shards are its own, whatever their age.
     dispatch |= {"retain_hours": 1e6, "retain_bytes": 2**62}
     place = {

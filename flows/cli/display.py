@@ -252,8 +252,8 @@ class PlainDisplay(Display):
             if stage == "evaluation":
                 return evaluation_text(line)
             return f"iteration {iteration}: {iteration_text(line)}"
-        if line := self._pace.line(stage, iteration, event):
-            return line
+        if text := self._pace.line(stage, iteration, event):
+            return text
         if told := event.get("still") or event.get("say") or switch_line(iteration, event):
             return str(told)
         if waited := preparation(event):

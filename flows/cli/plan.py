@@ -204,8 +204,8 @@ def explain_question(
             _print_plan(select(inputs[0]), console)
         if explain:
             for given in inputs:
-                context = given.statistics.context_mean[-1]
-                console.print(f"\nContext {context:,.0f}", style="bold")
+                mean = given.statistics.context_mean[-1]
+                console.print(f"\nContext {mean:,.0f}", style="bold")
                 plan = select(given)
                 if len(inputs) > 1:
                     _print_plan(plan, console)

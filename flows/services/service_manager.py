@@ -172,9 +172,9 @@ class ServiceManager:
             access = access_of(own)
             return access if own.alive and access.healthy(5 * PROBE_SECONDS) else None
         with suppress(ServerUnavailable):
-            access = running_server(self.home, self.runs_directory)
-            if access is not None and access.url == worker.secure:
-                return access
+            found = running_server(self.home, self.runs_directory)
+            if found is not None and found.url == worker.secure:
+                return found
         return None
 
     @contextmanager

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from earl_core.system.files import FileLock
 
@@ -29,7 +30,8 @@ def _begin(uri: str) -> None:
         return
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    SqlAlchemyStore(uri, (database.parent / "mlartifacts").as_uri())
+    make: Any = SqlAlchemyStore
+    make(uri, (database.parent / "mlartifacts").as_uri())
 
 
 @contextmanager

@@ -25,7 +25,8 @@ def mlflow_page(record: Mapping[str, Any], tab: str = "model-metrics") -> str | 
 
 def run_note(run: RunDirectory) -> str:
     """Markdown about the run as its directory has it now."""
-    lines, evaluations = run.metrics(), run.evaluations()
+    lines: list[Line] = [*run.metrics()]
+    evaluations = run.evaluations()
     held_out: list[Line] = [{"iteration": each.iteration, **each.metrics} for each in evaluations]
     parts = [_what(run), _how(lines, held_out, run.config.iterations), _where(run)]
     return "\n\n".join(part for part in parts if part)

@@ -17,7 +17,8 @@ def main(log_directory: str) -> None:
     group.start({}, {}, world_size=4)
     monitor = group._monitor
     assert monitor is not None
-    supervisors = [rank.process.supervisor.pid for rank in monitor.ranks]
+    processes: list[Any] = [rank.process for rank in monitor.ranks]
+    supervisors = [process.supervisor.pid for process in processes]
     blocked: set[int] = set()
 
     def count(progress: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from earl_core.cluster.worker_group import WorkerGroup
 
@@ -22,7 +23,8 @@ def main(log_directory: str, mode: str) -> None:
     if mode == "fork" and os.fork() == 0:
         # A forked child of the controller lives on; it must not keep the workers alive.
         time.sleep(600)
-    supervisors = [rank.process.supervisor.pid for rank in monitor.ranks]
+    processes: list[Any] = [rank.process for rank in monitor.ranks]
+    supervisors = [process.supervisor.pid for process in processes]
     print(json.dumps({"pids": pids, "supervisors": supervisors}), flush=True)
     if mode == "call":
         group.call("sleep", stage="rollout", iteration=0, deadline_seconds=600, seconds=600)

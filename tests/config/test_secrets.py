@@ -213,7 +213,7 @@ def test_a_reference_is_resolved_where_it_is_used_and_nowhere_else(
         check_references(config)
         assert secret not in dump_config(config)
         assert reference in dump_config(config)
-        made = create(config.environment.name, config.environment.options)
+        made: Any = create(config.environment.name, config.environment.options)
         assert made.api_key == secret
         with pytest.raises(ConfigError, match=r"\(hidden\) allows 3 calls") as caught:
             check(config.environment.name, {"api_key": reference, "limit": 4})

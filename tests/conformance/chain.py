@@ -102,8 +102,8 @@ def gradient_of_return(beta: float = 0.0, discount: float = 1.0) -> np.ndarray:
         on = GO_REWARD[state] - beta * (go / other).log() + value
         off = STOP_REWARD[state] - beta * ((1 - go) / (1 - other)).log()
         value = go * on + (1 - go) * off
-    (found,) = torch.autograd.grad(value, policy)
-    return np.asarray(found.numpy(), np.float64)
+    (gradient,) = torch.autograd.grad(value, policy)
+    return np.asarray(gradient.numpy(), np.float64)
 
 
 def gradient_of_divergences(to_policy: bool) -> np.ndarray:

@@ -105,7 +105,7 @@ def even_world(
 @st.composite
 def partitions(
     draw: st.DrawFn, world: World, stage: str, ids: list[int], columns: Any, lengths: Any
-):
+) -> Any:
     """Deal rows out to some shards on some hosts, empty ones among them."""
     shards = draw(st.integers(1, 5))
     of_row = [draw(st.integers(0, shards - 1)) for _ in ids]

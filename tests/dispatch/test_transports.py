@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,7 +247,7 @@ def _read_in_child(transport: TcpTransport, entry: ShardEntry, queue: object) ->
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children(transport: TcpTransport, entry: ShardEntry, method: str) -> None:
     before = read(transport, entry, whole(entry))
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     queue = context.Queue()
     child = context.Process(target=_read_in_child, args=(transport, entry, queue))
     child.start()

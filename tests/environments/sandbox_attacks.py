@@ -130,7 +130,8 @@ def main(archive: str, folder: str, mode: str) -> None:
         answers = asyncio.run(_all(tool.python, place))
     finally:
         shared.unlink()
-    print(json.dumps({"answers": answers, "notes": tool.python.check()}))
+    check = getattr(tool.python, "check")  # noqa: B009 - a decorator adds it
+    print(json.dumps({"answers": answers, "notes": check()}))
 
 
 if __name__ == "__main__":

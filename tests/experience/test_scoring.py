@@ -130,7 +130,8 @@ def test_held_out_episodes_are_rated_as_the_stage_does(tmp_path: Path) -> None:
     assert {each.episode_id for each in episodes if each.failed} == set(scores.failures)
     assert scores.failures
     with Batch(store, [rolled_out(store)]) as batch:
-        rows, _, _ = reward_rows(batch, config.reward, scores.given)
+        found: Any = reward_rows(batch, config.reward, scores.given)
+    rows = found[0]
     numbers = (rows.numbers["sample_id"] >> SAMPLE_BITS).tolist()
     totals = dict(zip(numbers, rows.numbers["reward"].tolist(), strict=True))
     kept = {each.episode_id: each.total_reward for each in episodes if not each.failed}

@@ -217,7 +217,7 @@ def test_an_engine_goes_on_to_the_next_rollout_and_comes_back(
 def kill_the_idle_engine_too(controller: RunController, folder: Path) -> None:
     """SIGKILL to the engine of two whose games are over, then to the one whose games are held."""
     before = sealed(controller)
-    groups = [controller.groups.live("rollout", member) for member in range(2)]
+    groups: list[Any] = [controller.groups.live("rollout", member) for member in range(2)]
     while not (held := list(folder.glob("held-*"))):
         time.sleep(0.02)
     parents = {p.pid for p in psutil.Process(int(held[0].name.split("-")[1])).parents()}
@@ -243,7 +243,7 @@ def kill_the_held_engine(controller: RunController, folder: Path, child: str = "
     while not (held := list(folder.glob("held-*"))):
         time.sleep(0.02)
     parents = {p.pid for p in psutil.Process(int(held[0].name.split("-")[1])).parents()}
-    groups = [controller.groups.live("rollout", member) for member in range(3)]
+    groups: list[Any] = [controller.groups.live("rollout", member) for member in range(3)]
     (victim,) = {pid for group in groups if group for pid in group.pids} & parents
     if child:
         below = psutil.Process(victim).children(recursive=True)

@@ -27,11 +27,12 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int],
-    window: int | None,
-) -> torch.Tensor:  # fmt: skip
-    """[heads, T, dim] and [pairs, T, dim] in float64 -> [T, heads, dim], sample by sample."""
-    key, value = (each.repeat_interleave(HEADS // PAIRS, dim=0) for each in (key, value))
+    states: Sequence[torch.Tensor], lengths: Sequence[int], window: int | None
+) -> torch.Tensor:
+    """Query [heads, T, dim], key and value [pairs, T, dim] in float64 -> [T, heads, dim], sample by
+    sample."""
+    query = states[0]
+    key, value = (each.repeat_interleave(HEADS // PAIRS, dim=0) for each in states[1:])
     parts = []
     for q, k, v in zip(
         *(each.split(list(lengths), dim=1) for each in (query, key, value)), strict=True
@@ -65,7 +66,7 @@ def test_attention_and_its_gradients_equal_plain_products(
         torch.nn.Identity(), *ours, None, sliding_window=window,
         sample_boundaries=SampleBoundaries.from_lengths(lengths, device),
     )  # fmt: skip
-    expected = dense(*theirs, lengths, window)
+    expected = dense(theirs, lengths, window)
     (found[0] * direction.to(device)).sum().backward()
     (expected * direction.double()).sum().backward()
     pairs = [(found[0].detach(), expected.detach())]
@@ -114,7 +115,7 @@ def test_long_samples_of_one_length_have_the_gradients_of_plain_products(
         assert not expects_cudnn
         assert all(map(torch.equal, once, again))
     theirs = [each.double().requires_grad_() for each in states]
-    expected = dense(*theirs, lengths, None)
+    expected = dense(theirs, lengths, None)
     (expected * direction.double()).sum().backward()
     for one, other in zip(once, [expected.detach(), *(e.grad for e in theirs)], strict=True):
         assert float(other.abs().max()) > 0.1

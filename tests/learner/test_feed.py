@@ -147,7 +147,7 @@ def test_an_error_comes_where_its_microbatch_would_and_no_thread_is_left() -> No
     with pytest.raises(ValueError, match="first token"):
         read_all()
     assert seen == [(0,), (1,), (2,)]
-    stream = Feed(CPU).microbatches(samples, [[0], [1], [2]])
+    stream: Any = Feed(CPU).microbatches(samples, [[0], [1], [2]])
     next(stream)
     stream.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed")]

@@ -28,11 +28,11 @@ def test_bf16_copies_compute_and_live_no_longer_than_their_layer(tmp_path: Path)
     layers[1].mlp.down_proj.register_forward_hook(look)
     samples = random_samples(6)
     scores = learner.score(samples)
-    before = {name: weight.to_local().clone() for name, weight in learner.named_weights().items()}
+    before = {name: local_part(weight).clone() for name, weight in learner.named_weights().items()}
     metrics = learner.update(with_old_logprobs(samples, scores), iteration=0)
     assert seen
     assert set(seen) == {(torch.bfloat16, False)}
-    after = {name: weight.to_local() for name, weight in learner.named_weights().items()}
+    after = {name: local_part(weight) for name, weight in learner.named_weights().items()}
     assert {weight.dtype for weight in after.values()} == {torch.float32}
     assert_learnt([metrics["grad_norm"]], before, after)
     # The engine has bf16 weights; the metrics of its difference begin with this one.

@@ -191,7 +191,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
     import torch.distributed as dist
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         size,

@@ -237,7 +237,7 @@ def _sampled(episodes: _Episodes, piece: range, tokens: TokenTexts) -> dict[str,
         for row in range(*episodes.rows[number]):
             part = slice(at, at + len(ids[row - rows.start]))
             partial = np.flatnonzero(unfinished[part]).tolist()
-            other = tokens.joined(ids[row - rows.start], partial) if partial else {}
+            other = tokens.joined(ids[row - rows.start].tolist(), partial) if partial else {}
             own.append(_sample(episodes, row, places[part].tolist(), other))
             pieces = [texts[place] for place in own[-1]["i"]]
             for place, text in other.items():
