@@ -2,10 +2,10 @@
 
 Prefect begins them deferred: they read, and the lock is taken by the first write. Where another has
 written in between, SQLite refuses at once ("database is locked"), without the minute's patience
-that Prefect asks for. Worse, the refused cursor lives on in the error's traceback, and its connection
-in the pool: when the event loop frees the cursor while a thread waits with that connection for the
-lock, the loop waits for the thread, and whoever holds the lock cannot commit without the loop. The
-server then answers nobody until the minute is over.
+that Prefect asks for. Worse, the refused cursor lives on in the error's traceback, and its
+connection in the pool: when the event loop frees the cursor while a thread waits with that
+connection for the lock, the loop waits for the thread, and whoever holds the lock cannot commit
+without the loop. The server then answers nobody until the minute is over.
 """
 
 from __future__ import annotations
