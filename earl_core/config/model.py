@@ -131,8 +131,8 @@ class ModelConfig(Settings):
         return self.at(path).model_copy(update={"adapter": None})
 
     def beginning_with(self, pairs: Path) -> ModelConfig:
-        """These settings with the pairs of another directory, where an adapter begins with any."""
-        if self.adapter is None or self.adapter.source is None:
+        """These settings with the pairs of another directory, where there is an adapter."""
+        if self.adapter is None:
             return self
         adapter = self.adapter.model_copy(update={"source": str(pairs)})
         return self.model_copy(update={"adapter": adapter})

@@ -2,12 +2,14 @@
 
 It is found before anything of the run is written, and held against pruning until the run has a copy
 of its own, in `ancestor/`: `model/`, a Hugging Face directory, and `ancestor.json`, whose record is
-repeated in `run.json`. Files of a checkpoint are never written again, so the copy shares their
-bytes where the file system allows it. From then on nothing of the ancestor is needed.
+repeated in `run.json`. Of an adapter's checkpoint it is the base, and the pairs lie in `adapter/`.
+Files of a checkpoint are never written again, so the copy shares their bytes where the file system
+allows it. From then on nothing of the ancestor is needed.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +21,12 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.run import KEPT_ADAPTER, KEPT_ANCESTOR
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.deployment.shapes import ModelShape
-from earl_core.pretrained.adapter_directory import ADAPTER_FOLDER, POLICY_FOLDER
+from earl_core.pretrained.adapter_directory import (
+    ADAPTER_FOLDER,
+    POLICY_FOLDER,
+    is_adapter,
+    read_adapter_config,
+)
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import own_template
 from earl_core.run import RunDirectory
@@ -33,13 +40,15 @@ class Ancestor:
     """Weights to begin with. directory: a model directory, or `org/name` of a model of the hub that
     is not there yet. record: what `run.json` is to say. marker: the STABLE file by which a
     checkpoint is held. sums: its files' checksums by name, as far as they are known. model: the
-    model settings of the run that trained it."""
+    model settings of the run that trained it. pairs: the directory of an adapter beside the model;
+    marker and sums are then its own."""
 
     directory: Path
     record: Mapping[str, Any]
     marker: Path | None = None
     sums: Mapping[str, str] | None = None
     model: ModelConfig | None = None
+    pairs: Path | None = None
 
 
 def find_ancestor(config: RunConfig) -> Ancestor | None:
@@ -77,18 +86,21 @@ def beginning(config: RunConfig, ancestor: Ancestor | None = None) -> RunConfig:
     """
     found = ancestor or find_ancestor(config)
     model = config.model.at(found.directory) if found is not None else config.initial_model
+    if found is not None and found.pairs is not None:
+        model = model.beginning_with(found.pairs)
     return config.model_copy(update={"model": model})
 
 
 def keep_ancestor(run: RunDirectory, ancestor: Ancestor | None) -> None:
-    """Give the run its copy of the ancestor's model, whole or not at all, and the record of it.
+    """Give the run its copy of the ancestor's model, and of its pairs where it is an adapter's,
+    whole or not at all, and the record of it.
 
     ancestor: None where the run need have none, or has its copy, which is checked. Raises `OSError`
     and `RunDamaged`.
     """
     place = run.path / KEPT_ANCESTOR
     if ancestor is not None and (ancestor.directory / "config.json").is_file():
-        record = keep(ancestor.directory, place, ancestor.record, ancestor.sums)
+        record = _kept(run.path, ancestor)
     elif place.is_dir():
         record = kept_record(place)
     else:
@@ -97,15 +109,33 @@ def keep_ancestor(run: RunDirectory, ancestor: Ancestor | None) -> None:
 
 
 def keep_adapter(run: RunDirectory) -> None:
-    """Give the run its copy of the adapter that it begins with, or check that it has it. Raises
-    `OSError` and `RunDamaged`."""
-    adapter = run.config.model.adapter
-    if adapter is None or adapter.source is None:
+    """Give the run its copy of the adapter that it begins with, or check that it has it; call
+    `keep_ancestor` before. Raises `OSError` and `RunDamaged`."""
+    adapter, place = run.config.model.adapter, run.path / KEPT_ADAPTER
+    if place.is_dir():
+        record = kept_record(place)
+    elif adapter is not None and adapter.source is not None:
+        told = {"from": adapter.source, "path": str(Path(adapter.source).resolve())}
+        record = keep(Path(adapter.source), place, told)
+    elif "adapter" in run.record:
+        raise RunDamaged(
+            f"{place} is gone, with the pairs that the run began with: put it back as it was"
+        )
+    else:
         return
-    place, source = run.path / KEPT_ADAPTER, Path(adapter.source)
-    told = {"from": adapter.source, "path": str(source.resolve())}
-    record = kept_record(place) if place.is_dir() else keep(source, place, told)
     _note(run, place, "adapter", record)
+
+
+def _kept(run: Path, ancestor: Ancestor) -> dict[str, Any]:
+    """Copy what the run begins with; the record of it. The model is last: where it is, all is."""
+    record, sums = dict(ancestor.record), ancestor.sums
+    if ancestor.pairs is not None:
+        place = run / KEPT_ADAPTER
+        shutil.rmtree(place, ignore_errors=True)  # of a start that was killed here
+        told = {"from": record["from"], "path": str(ancestor.pairs.resolve())}
+        record["pairs"] = keep(ancestor.pairs, place, told, sums)["digest"]
+        sums = None
+    return keep(ancestor.directory, run / KEPT_ANCESTOR, record, sums)
 
 
 def _note(run: RunDirectory, place: Path, name: str, record: dict[str, Any]) -> None:
@@ -155,18 +185,20 @@ def _checkpoint_of(run: Path, which: str, text: str) -> Ancestor:
     """The weights of a run's checkpoint: the one place that decides which kind they are."""
     config = stored_config(run)
     found = find_checkpoint(run, config, which)
-    if not (found.policy / "config.json").is_file():
+    pairs = found.policy if is_adapter(found.policy) else None
+    directory = found.policy if pairs is None else Path(config.initial_model.path)
+    if not (directory / "config.json").is_file():
         raise ConfigError(
-            f"{found.policy} holds no whole model",
-            remedy=f"export it as one (earl export {run.name} --to hf) and name that, or go on "
-            "with the adapter: give its directory as model.adapter.from, and the model beside "
-            "which it was trained as model.path",
+            f"{directory}, the model beside which {text} has trained an adapter, is not there (any "
+            "more)",
+            remedy="put it back as it was",
         )
     listed = read_state(found.policy.parent)["files"] if found.marker is not None else {}
+    inside = f"{found.policy.name}/"
     sums = {
-        name.removeprefix("policy/"): entry["xxh3"]
+        name.removeprefix(inside): entry["xxh3"]
         for name, entry in listed.items()
-        if name.startswith("policy/")
+        if name.startswith(inside)
     }
     own = read_record(run)
     model = {"path": config.model.path, "builder": config.model.builder}
@@ -178,7 +210,26 @@ def _checkpoint_of(run: Path, which: str, text: str) -> Ancestor:
         "model": model,
         "ancestors": [{k: v for k, v in each.items() if k != "ancestors"} for each in lineage(own)],
     }
-    return Ancestor(found.policy, record, found.marker, sums or None, config.model)
+    return Ancestor(directory, record, found.marker, sums or None, config.model, pairs)
+
+
+def _check_adapters(model: ModelConfig, text: str, pairs: Path) -> None:
+    """Raise `ConfigError` where the settings say nothing of the ancestor's pairs, or name others;
+    whether rank, alpha and targets are theirs is asked as of any adapter's."""
+    if model.adapter is None:
+        held = read_adapter_config(pairs)
+        raise ConfigError(
+            f"{text} has trained an adapter (rank {held['r']}, alpha {held['lora_alpha']}), and "
+            "model.adapter is missing",
+            remedy="give model.adapter the settings of that run, or train all weights: export it "
+            "(earl export RUN --to hf) and begin from that directory",
+        )
+    if model.adapter.source is not None:
+        raise ConfigError(
+            f"model.adapter.from {model.adapter.source!r} names other pairs than those of {text}, "
+            "which the run begins with",
+            remedy="leave model.adapter.from out",
+        )
 
 
 def _record(text: str, path: Path | str) -> dict[str, Any]:
@@ -188,6 +239,8 @@ def _record(text: str, path: Path | str) -> dict[str, Any]:
 def _check_agreement(model: ModelConfig, found: Ancestor, text: str) -> None:
     """Raise `ConfigError` for a model setting that contradicts the ancestor."""
     theirs = found.model
+    if found.pairs is not None:
+        _check_adapters(model, text, found.pairs)
     if model.path and (Path(model.path) / "config.json").is_file():
         own, held = read_model_shape(Path(model.path)), read_model_shape(found.directory)
         for name in ModelShape.model_fields:
@@ -206,13 +259,26 @@ def _check_agreement(model: ModelConfig, found: Ancestor, text: str) -> None:
                     remedy=f"leave it out, or give the value of that run "
                     f"({getattr(theirs, name)!r})",
                 )
-    if theirs is None or model.chat_template is None:
+    if theirs is not None:
+        _check_template(model.chat_template, found, theirs.chat_template, text)
+
+
+def _check_template(given: str | None, found: Ancestor, theirs: str | None, text: str) -> None:
+    """given, theirs: files of templates that the settings of the run and of its ancestor name. A
+    whole model's checkpoint holds the template, an adapter's does not."""
+    apart = theirs is not None and found.pairs is not None
+    if given is None and apart:
+        raise ConfigError(
+            f"{text} was trained with model.chat_template {theirs!r}, which does not lie beside "
+            "the pairs of an adapter",
+            remedy="give it, too",
+        )
+    if given is None or not Path(given).is_file() or (apart and not Path(str(theirs)).is_file()):
         return
-    if Path(model.chat_template).is_file():
-        own_text = Path(model.chat_template).read_text(encoding="utf-8")
-        if own_text.strip() != own_template(found.directory).strip():
-            raise ConfigError(
-                f"model.chat_template {model.chat_template!r} is another one than {text} was "
-                "trained with",
-                remedy="leave it out: the template comes with the weights",
-            )
+    told = Path(str(theirs)).read_text("utf-8") if apart else own_template(found.directory)
+    if Path(given).read_text("utf-8").strip() != told.strip():
+        advice = f"give {theirs}" if apart else "leave it out: the template comes with the weights"
+        raise ConfigError(
+            f"model.chat_template {given!r} is another one than {text} was trained with",
+            remedy=advice,
+        )

@@ -26,7 +26,7 @@ from earl_core.control.teachers import Teachers, check_teachers
 from earl_core.control.worker_groups import WorkerGroups, preload_ranks
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.pretrained.adapter_checks import check_adapter
+from earl_core.pretrained.adapter_checks import check_first_pairs
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.remote_stores import HostStores
@@ -91,7 +91,7 @@ def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:
     shape = read_model_shape(path)
     check_stages(config, shape, hardware)
     check_tokenizer_file(path, shape.vocabulary)
-    check_adapter(config.initial_model)
+    check_first_pairs(config.initial_model)
     return shape
 
 

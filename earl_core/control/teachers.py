@@ -37,6 +37,12 @@ def find_teachers(config: RunConfig) -> Teachers:
         if text == INITIAL or config.teacher(text).is_dir():
             continue
         found[text] = find_model(text, config)
+        if found[text].pairs is not None:
+            raise ConfigError(
+                f"algorithm.kl.reference {text!r} has trained an adapter, and a reference is a "
+                "whole model",
+                remedy="export it as one (earl export RUN --to hf), and name that directory",
+            )
         if not (found[text].directory / "config.json").is_file():
             raise ConfigError(
                 f"algorithm.kl.reference {text!r} is not here",

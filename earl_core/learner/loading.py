@@ -30,12 +30,12 @@ from earl_core.pretrained.huggingface import (
     init_empty_weights,
 )
 from earl_core.pretrained.model_directory import model_directory
+from earl_core.pretrained.weight_digest import stored_digest
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.device_copies import upload
 from earl_core.tensors.safetensors_layout import open_file
 from earl_core.tensors.slices import local_box
-from earl_core.weights.adapter import base_digest_of
 from earl_core.weights.load import tensor_files
 from earl_core.weights.tied import check_tied
 
@@ -68,7 +68,7 @@ def load_policy(
     settle(empty)
     entry = None
     if config.adapter is not None:
-        digest = Ranks(mesh).from_first(lambda: base_digest_of(path))
+        digest = Ranks(mesh).from_first(lambda: stored_digest(path))
         entry = entry_of(config.adapter, empty, digest)
     parallel = parallelize(
         empty,

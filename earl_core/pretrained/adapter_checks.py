@@ -9,6 +9,7 @@ from pathlib import Path
 
 from earl_core.config.model import AdapterConfig, ModelConfig
 from earl_core.pretrained.adapter_directory import (
+    BASE_DIGEST,
     CONFIG_FILE,
     PAIRS_FILE,
     chosen,
@@ -17,6 +18,7 @@ from earl_core.pretrained.adapter_directory import (
     read_adapter_config,
 )
 from earl_core.pretrained.model_directory import read_header, read_model_shape, tensor_shapes
+from earl_core.pretrained.weight_digest import stored_digest
 from earl_core.system.errors import ConfigError
 
 _IN_A_LAYER = re.compile(r"\.\d+\..*\.weight$")
@@ -53,6 +55,14 @@ def check_adapter(model: ModelConfig) -> None:
         # Files of several models, such as one of images, do not say which one is trained.
         if len({_IN_A_STACK.split(name, maxsplit=1)[0] for name in names}) == 1:
             _check_pairs(source, model.adapter.rank, {name: matrices[name] for name in names})
+
+
+def check_first_pairs(model: ModelConfig) -> None:
+    """`check_adapter`; raise `ConfigError` also where the pairs to begin from say that they were
+    trained beside other weights, all of which are then read."""
+    check_adapter(model)
+    if model.adapter is not None and model.adapter.source is not None:
+        check_base(Path(model.adapter.source), Path(model.path))
 
 
 def check_whole_model(directory: Path) -> None:
@@ -126,6 +136,24 @@ def check_source(adapter: AdapterConfig, directory: Path) -> None:
                 f"{directory} holds an adapter of {setting} {config.get(key)}, and model.adapter."
                 f"{setting} is {wanted:g}: set it to {config.get(key)}"
             )
+
+
+def noted_base(directory: Path) -> str:
+    """The digest of the weights that the adapter in the directory was trained beside; empty where
+    it does not say."""
+    header = read_header(directory / PAIRS_FILE)
+    return str(header.get("__metadata__", {}).get(BASE_DIGEST, ""))
+
+
+def check_base(directory: Path, base: Path) -> None:
+    """Raise `ConfigError` where the adapter in `directory` says that it was trained beside other
+    weights than those of the model directory `base`, all bytes of which are then read."""
+    noted = noted_base(directory)
+    if noted and (digest := stored_digest(base)) != noted:
+        raise ConfigError(
+            f"the adapter in {directory} was trained beside weights of digest {noted}, and {base} "
+            f"has {digest}: take the model that it belongs to"
+        )
 
 
 def _check_pairs(directory: Path, rank: int, matrices: Mapping[str, Sequence[int]]) -> None:

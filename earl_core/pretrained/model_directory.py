@@ -60,13 +60,13 @@ def published_bytes(directory: Path, dtype: str) -> int:
     for a directory that is no model, or a file that cannot be read.
     """
     value = 4 if dtype == "float32" else 2
-    files = _weight_files(directory)
+    files = weight_files(directory)
     if not files:
         return value * read_model_shape(directory).parameters
     return sum(_numbers(file, value) for file in files)
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """List the files of an index, or one, as `weights.load.tensor_files` has it; else all."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if not index.is_file():
@@ -110,7 +110,7 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in the files of a model directory; empty where it has none."""
     return {
         name: tuple(entry["shape"])
-        for file in _weight_files(directory)
+        for file in weight_files(directory)
         for name, entry in read_header(file).items()
         if name != "__metadata__"
     }

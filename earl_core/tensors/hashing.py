@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import xxhash
 
+from earl_core.pretrained.weight_digest import combined
 from earl_core.tensors.device_copies import bytes_on_host, on_host
 from earl_core.tensors.safetensors_layout import DTYPE_CODES
 
@@ -85,9 +86,4 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 def combine(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], str]]) -> str:
     """xxh3_128 over names, dtypes, shapes and hashes of tensors, by name; 32 hex digits."""
-    state = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        dtype, shape, value = tensors[name]
-        dimensions = ",".join(map(str, shape))
-        state.update(f"{name}|{DTYPE_CODES[dtype]}|{dimensions}|{value}|".encode())
-    return state.hexdigest()
+    return combined({name: (DTYPE_CODES[each[0]], *each[1:]) for name, each in tensors.items()})

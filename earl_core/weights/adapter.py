@@ -8,15 +8,14 @@ from pathlib import Path
 import torch
 
 from earl_core.config.model import ModelConfig
+from earl_core.pretrained.adapter_checks import check_base, noted_base
 from earl_core.pretrained.adapter_directory import (
-    BASE_DIGEST,
     PAIRS_FILE,
     is_adapter,
     matrix_name,
     pair_names,
     read_adapter_config,
 )
-from earl_core.pretrained.model_directory import read_header
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, open_file, plan_layout
@@ -29,11 +28,6 @@ from earl_core.weights.manifest import (
     config_digest,
 )
 from earl_core.weights.tied import check_tied, stored_name
-
-
-def base_digest_of(base: Path) -> str:
-    """Digest of the tensors in the files of a model directory, as of published weights."""
-    return digest_of({n: t for file in model_files(base) for n, t in open_file(file).items()})
 
 
 def open_pairs(
@@ -55,7 +49,7 @@ def open_pairs(
                 f"{other}: {name} is {list(found[name].shape)} there and {list(shape)} beside the "
                 "model: correct model.path or model.adapter"
             )
-    noted = _noted_base(file)
+    noted = noted_base(directory)
     if noted and base_digest and noted != base_digest:
         raise ConfigError(
             f"the adapter in {directory} was trained beside weights of digest {noted}, and the "
@@ -83,7 +77,7 @@ def adapter_manifest(
     model, and one that is more than pairs.
     """
     file, config = directory / PAIRS_FILE, read_adapter_config(directory)
-    pairs, noted = open_file(file), _noted_base(directory / PAIRS_FILE)
+    pairs = open_file(file)
     try:
         for name in pairs:
             matrix_name(name)
@@ -93,11 +87,7 @@ def adapter_manifest(
         ) from error
     if not pairs:
         raise ConfigError(f"{file} holds no pairs")
-    if noted and (digest := base_digest_of(base)) != noted:
-        raise ConfigError(
-            f"the adapter in {directory} was trained beside weights of digest {noted}, and {base} "
-            f"has {digest}: load the model that it belongs to"
-        )
+    check_base(directory, base)
     return WeightsManifest(
         policy_version=policy_version,
         files=(WeightFile(path=str(file.absolute()), bytes=file.stat().st_size),),
@@ -111,7 +101,7 @@ def adapter_manifest(
             rank=config["r"],
             alpha=config["lora_alpha"],
             targets=tuple(_targets(config.get("target_modules"), pairs)),
-            base_digest=noted,
+            base_digest=noted_base(directory),
         ),
     )
 
@@ -157,7 +147,3 @@ def _targets(said: object, pairs: Collection[str]) -> list[str]:
     if isinstance(said, list) and said:
         return sorted(map(str, said))
     return sorted({matrix_name(name).removesuffix(".weight") for name in pairs})
-
-
-def _noted_base(file: Path) -> str:
-    return str(read_header(file).get("__metadata__", {}).get(BASE_DIGEST, ""))

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import threading
+from contextlib import suppress
 
+import httpx
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from earl_core.config import ConfigError
+from earl_core.cluster.errors import WorkerError
+from earl_core.config import ConfigError, load_config
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
+from earl_core.dispatch import read_manifest
 from earl_core.pretrained.adapter_directory import pair_names
-from earl_core.run.record import stored_config
+from earl_core.run.record import lineage_names, read_record, stored_config
 from flows.cli.exporting import export
 from flows.cli.found_runs import evaluations_of
+from flows.cli.training import preflight
+from tests import warm
+from tests.engines.models import model_logprobs
 from tests.flows.runs import KILLED, Runs
-from tests.learnt import assert_learnt, weights_in
+from tests.flows.test_debug import DEBUGGING
+from tests.learnt import SMALLEST_CHANGE, assert_learnt, largest_change, weights_in
+from tests.shared import free_port
 
 SHAPE = {"rank": 4, "alpha": 8}
 ADAPTER = (
@@ -109,3 +120,100 @@ def check_readers(runs: Runs) -> None:
     assert torch.allclose(merged, paired, atol=1e-5)
     base = AutoModelForCausalLM.from_pretrained(runs.model, dtype=torch.float32)
     assert not torch.allclose(merged, base(tokens).logits.log_softmax(-1), atol=1e-2)
+
+
+@pytest.mark.slow
+def test_another_run_goes_on_with_the_pairs_and_they_are_served_and_debugged(runs: Runs) -> None:
+    """It begins with them as the run that is given their directory does, and needs nothing of its
+    ancestor afterwards."""
+    shape = f"model.adapter={json.dumps(SHAPE)}"
+    common = [shape, "update.learning_rate=1e-2", ADAPTER[1]]
+    first = runs.run("first") / "checkpoints" / "000001" / "adapter"
+    second = [*common[1:], f"model.adapter={json.dumps(SHAPE | {'from': str(first)})}"]
+    begun = [*common, "iterations=1", "model.from=first@1", "name=third"]
+    endings = runs.train_here(
+        {"overrides": [*common, "name=first"]},
+        {"overrides": [*second, "iterations=1", "name=second"]},
+        {"overrides": begun, "fault": "ancestor.copied@0=raise"},
+        {"overrides": begun, "fault": "update.before@0=raise"},
+    )
+    assert endings[:2] == [None, None]
+    assert all("injected" in str(ending) for ending in endings[2:])
+    runs.run("first").rename(runs.directory / "elsewhere")
+    assert runs.train_here({"overrides": begun}) == [None]
+    (runs.directory / "elsewhere").rename(runs.run("first"))
+    assert runs.weights(0, "third") == runs.weights(0, "second")
+    (line,) = runs.metrics("third")
+    began, ended = weights_in(first), weights_in(runs.policy(0, "third"))
+    assert_learnt([line["update/grad_norm"]], began, ended)
+    assert largest_change(weights_in(runs.policy(0, "first")), began) > SMALLEST_CHANGE
+    record = read_record(runs.run("third"))
+    assert lineage_names(record) == ["first@1"]
+    assert record["ancestor"]["pairs"] == record["adapter"]["digest"]
+    check_contradictions(runs, shape)
+    check_debugged(runs)
+    check_served(runs)
+
+
+def check_contradictions(runs: Runs, shape: str) -> None:
+    template = runs.directory / "template.jinja"
+    template.write_text("{{ messages }}")
+    penalty = "algorithm.kl={placement: loss, coefficient: 0.1, reference: first}"
+    for overrides, said in (
+        (["model.from=first"], r"first has trained an adapter \(rank 4, alpha 8.0\), and model.ad"),
+        (["model.from=first", shape.replace("4", "5")], "holds an adapter of rank 4, and model.ad"),
+        (
+            ["model.from=first", shape, "model.adapter.from=x"],
+            "'x' names other pairs than those",
+        ),
+        (["model.from=first", shape, f"model.chat_template={template}"], "is another one than fir"),
+        ([penalty], "'first' has trained an adapter, and a reference is a whole model"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            preflight(load_config(runs.config, [*overrides, "name=child"]), runs.run("child"))
+
+
+def check_debugged(runs: Runs) -> None:
+    """`earl debug` repeats an update from the pairs of a checkpoint, and from those that the run
+    began with."""
+    script = DEBUGGING
+    for name, iteration in (("first", 1), ("third", 0)):
+        arguments = f"'update', {iteration}, 1, None, [], 'runs'"
+        script += f"debug({str(runs.run(name))!r}, {arguments})\nprint('----')\n"
+    printed = runs.script(script, warm.ALL).split("----")
+    for (name, iteration), text in zip((("first", 1), ("third", 0)), printed, strict=False):
+        sealed = read_manifest(runs.run(name) / f"iterations/{iteration:06d}/update.json")
+        for metric in ("loss", "grad_norm", "reference_kl"):
+            (row,) = re.findall(rf"^{metric} +(\S+) +(\S+)", text, re.MULTILINE)
+            assert float(row[1]) == pytest.approx(sealed.metrics[metric], rel=1e-5), text
+
+
+def check_served(runs: Runs) -> None:
+    """What `earl serve` answers has the merged model's log-probs."""
+    run, port = runs.run("first"), free_port()
+    export("first", str(run.parent), "hf", "last", runs.directory / "merged")
+    config = stored_config(run)
+    prompt = [4, 9, 7, 11, 5, 8]
+    asked = {"token_ids": prompt, "sampling_params": {"max_tokens": 8, "logprobs": 0}}
+    with PolicyPlayer(config, find_checkpoint(run, config)) as player:
+
+        def served() -> None:
+            with suppress(WorkerError):
+                player.serve(port, "key", 1.0)
+
+        serving = threading.Thread(target=served)
+        serving.start()
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:
+            url = f"http://127.0.0.1:{port}/inference/v1/generate"
+            reply = client.post(url, json=asked, headers={"Authorization": "Bearer key"})
+        player.interrupt()
+        serving.join(60)
+    (choice,) = reply.json()["choices"]
+    found = [each["logprob"] for each in choice["logprobs"]["content"]]
+    tokens = choice["token_ids"]
+    merged, base = (
+        model_logprobs(AutoModelForCausalLM.from_pretrained(each).double(), prompt, tokens, 1.0)
+        for each in (runs.directory / "merged", runs.model)
+    )
+    assert found == pytest.approx(merged, abs=1e-5)
+    assert found != pytest.approx(base, abs=1e-2)

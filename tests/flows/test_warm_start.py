@@ -19,6 +19,8 @@ from earl_core.config.services import DispatchConfig
 from earl_core.control.ancestor import beginning, find_ancestor
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.control.teachers import find_teachers
+from earl_core.pretrained.adapter_checks import noted_base
+from earl_core.pretrained.weight_digest import stored_digest
 from earl_core.run.episodes import read_samples
 from earl_core.run.model_card import model_card
 from earl_core.run.record import (
@@ -68,6 +70,28 @@ def test_a_killed_run_goes_on_without_its_ancestor_to_the_same_bits(story: Runs)
     began, ended = (weights_in(story.policy(0, "teacher")), weights_in(story.policy(1, "whole")))
     assert largest_change(began, ended) > SMALLEST_CHANGE
     assert largest_change(weights_in(story.model), began) > SMALLEST_CHANGE
+
+
+@pytest.mark.slow
+def test_environment_mesh_and_settings_are_the_runs_own(story: Runs) -> None:
+    game = {"name": "tests.rollout.environments:SomeGames", "options": {"paying": [0], "of": 1}}
+    story.train(
+        "name=other",
+        "iterations=1",
+        "seed=9",
+        "model.from=teacher@0",
+        "model.adapter={rank: 4}",
+        f"environment={json.dumps(game)}",
+        "stages.update={tensor_parallel: 2}",
+        "algorithm.kl={placement: none, coefficient: 0}",
+        "algorithm.policy_loss=cispo",
+    )
+    (line,) = story.metrics("other")
+    assert line["update/grad_norm"] > 0
+    assert line["selector/update/tensor_parallel"] == 2
+    given, pairs = story.policy(0, "teacher"), story.policy(0, "other")
+    assert noted_base(pairs) == stored_digest(given) != stored_digest(story.model)
+    assert read_record(story.run("other"))["ancestor"]["policy_version"] == 1
 
 
 def test_policy_version_0_is_the_ancestors(story: Runs) -> None:

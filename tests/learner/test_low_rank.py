@@ -18,10 +18,12 @@ from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.low_rank import base_alone
 from earl_core.learner.policy_learner import PolicyLearner
-from earl_core.pretrained.adapter_checks import check_adapter
+from earl_core.pretrained.adapter_checks import check_adapter, check_first_pairs
 from earl_core.pretrained.adapter_directory import is_adapter, matrix_name
+from earl_core.pretrained.weight_digest import stored_digest
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.errors import CheckpointError
+from earl_core.tensors.hashing import digest_of
 from earl_core.weights.adapter import write_merged
 from earl_core.weights.load import tensor_files
 from tests.learner import adapter_ranks
@@ -301,6 +303,13 @@ def test_a_state_of_another_base_or_of_other_settings_is_refused(tmp_path: Path)
     assert described["base_model_name_or_path"] == str(base)
     with pytest.raises(ConfigError, match="trained beside weights of digest"):
         make_learner(other, adapter={"rank": 4}).restore(tmp_path / "state")
+    # A run that would begin with it is refused before anything of it is written.
+    assert stored_digest(base) == digest_of(load_file(base / "model.safetensors"))
+    pairs = {"rank": 4, "from": str(tmp_path / "state" / "adapter")}
+    check_first_pairs(ModelConfig.model_validate({"path": str(base), "adapter": pairs}))
+    begins = ModelConfig.model_validate({"path": str(other), "adapter": pairs})
+    with pytest.raises(ConfigError, match=r"beside weights of digest .* has .*: take the"):
+        check_first_pairs(begins)
     with pytest.raises(ConfigError, match=r"alpha 32\.0, and model.adapter.alpha is 8: set it"):
         make_learner(base, adapter={"rank": 4, "alpha": 8}).restore(tmp_path / "state")
     for adapter in ({"rank": 4, "targets": ["q_proj"]}, None):

@@ -46,10 +46,13 @@ def test_weights_and_moments_are_those_of_an_update_that_computes_all(
 
 
 @pytest.mark.slow
-def test_every_mesh_of_two_ranks_skips_as_one_process_computes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "shapes"), [(2, 4), pytest.param(4, 10, marks=pytest.mark.campaign)]
+)
+def test_every_mesh_skips_as_one_process_computes(ranks: int, shapes: int, tmp_path: Path) -> None:
     zero_ranks.prepare(tmp_path)
-    for found in launch("tests.learner.zero_ranks", "compare", 2, tmp_path / "ranks"):
-        assert len(found) == 4 * 2
+    for found in launch("tests.learner.zero_ranks", "compare", ranks, tmp_path / "ranks"):
+        assert len(found) == shapes * 2
         assert not {name: gap for name, gap in found.items() if not gap < 1e-6}
 
 

@@ -20,7 +20,7 @@ from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
 from earl_core.control.teachers import check_teachers, find_teachers
 from earl_core.environments.hosting.check import check_environments
-from earl_core.pretrained.adapter_checks import check_adapter
+from earl_core.pretrained.adapter_checks import check_first_pairs
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.lock import is_locked
@@ -81,7 +81,7 @@ def model(config: RunConfig) -> Iterator[Finding]:
         shape = read_model_shape(path)
         _check_files(path, config.rollout.engine)
         check_tokenizer_file(path, shape.vocabulary)
-        check_adapter(config.initial_model)
+        check_first_pairs(config.initial_model)
         weights = [*path.glob("*.safetensors")] or path.glob("pytorch_model*.bin")
         size = sum(file.stat().st_size for file in weights)
         yield Finding(
