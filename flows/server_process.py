@@ -67,6 +67,9 @@ def serve(descriptors: list[int], runs_directory: str | None = None) -> None:
 
     from prefect.server.api.server import create_app
 
+    from flows.server_database import wait_for_writers
+
+    wait_for_writers()
     certificate = os.environ["PREFECT_API_SSL_CERT_FILE"]
     listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     app = create_app() if runs_directory is not None else _only_api(create_app())

@@ -137,7 +137,9 @@ def test_mlflow_shows_charts_and_a_trace(
 ) -> None:
     server = services["mlflow"]
     login = {"username": server.user, "password": server.password}
-    context = browser.new_context(http_credentials=login, viewport={"width": 1400, "height": 1000})
+    context = browser.new_context(
+        http_credentials=login, viewport={"width": 1400, "height": 1000}, reduced_motion="reduce"
+    )
     page = context.new_page()
     page.set_default_timeout(PAGE_SECONDS * 1000)
     # Helpers of MLflow's that lie over the page, each of which a person closes once.

@@ -20,7 +20,7 @@ from tests.flows.runs import Runs
 from tests.shared import free_port, made_once, session_process
 
 _SERVED = """
-"$1" -m prefect server start --port "$2" >"$3/server.log" 2>&1 &
+"$1" -m tests.flows.prefect_server server start --port "$2" >"$3/server.log" 2>&1 &
 tail --pid="$4" -f /dev/null
 trap "" TERM
 kill 0

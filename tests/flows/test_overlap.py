@@ -124,11 +124,11 @@ def test_a_staleness_that_changes_on_resume_keeps_the_rollouts_that_fit(runs: Ru
 @pytest.mark.slow
 def test_an_engine_begins_a_rollout_before_the_other_has_ended_the_one_before(runs: Runs) -> None:
     # The first three rollouts wait for no update.
-    two = (*CORRECTED, "schedule.staleness=2", "stages.rollout.replicas=2")
+    two = (*CORRECTED, "iterations=3", "schedule.staleness=2", "stages.rollout.replicas=2")
     runs.train(*two, "name=whole")
     train_held(runs, *two, "stages.placement=shared", fault="rollout.played4@1", until="started")
     runs.assert_learnt()
-    assert runs.weights(3) == runs.weights(3, "whole")
+    assert runs.weights(2) == runs.weights(2, "whole")
     rollouts = intervals(runs, "rollout")
     assert rollouts[2][0] < rollouts[1][1]
 
