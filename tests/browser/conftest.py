@@ -227,7 +227,8 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def site(browser: Browser, services: dict[str, Service], here: Earl, run: Path) -> Site:
     """Prefect's pages, logged in."""
-    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    # Without a GPU an animation takes half a core for as long as it is shown.
+    page = browser.new_page(viewport={"width": 1400, "height": 1000}, reduced_motion="reduce")
     page.set_default_timeout(PAGE_SECONDS * 1000)
     # Messages in a corner lie over buttons until somebody closes them.
     page.add_init_script(_LET_CLICKS_THROUGH)
