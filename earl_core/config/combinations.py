@@ -77,8 +77,6 @@ def check_stream(
     imitate, and a curriculum divides the prompts.
     """
     problems = {
-        f"rollout.engine `{rollout.engine}`, which does not change its weights between two tokens "
-        "yet: choose `torch`": rollout.engine != "torch",
         f"agents ({', '.join(agents)}), whose time limits run on while their engine is away: let "
         "EARL's own loop play": bool(agents),
         f"rollout.alike_groups `{rollout.alike_groups}`: leave it out": rollout.filters_groups,

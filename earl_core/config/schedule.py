@@ -27,8 +27,7 @@ class ScheduleConfig(Settings):
         default="pinned",
         description="pinned: all of a rollout is played with one policy version. stream: groups of "
         "episodes are admitted, and go on under newer weights, while no token that is trained on "
-        "is more than staleness versions old; what was not finished goes on after the update. "
-        "Rollout engine `torch` only.",
+        "is more than staleness versions old; what was not finished goes on after the update.",
     )
 
     @property

@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import Any
 
 from earl_core.cluster.errors import WorkerLost
+from earl_core.control.group_draws import GroupDraws
 from earl_core.control.streamed_engine import StreamedEngine
 from earl_core.control.worker_groups import Progress, WorkerGroups
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.mixture import Cursor, Draw, draw
 from earl_core.rollout.rollout_stats import RolloutStats, merge
 from earl_core.run import RunDirectory
 from earl_core.run.group_batches import GroupBatches
@@ -63,8 +63,8 @@ class GroupStream:
         self._newest: Manifest | None = None
         self._probe: dict[str, float] = {}
         self._lost = self._tokens = 0
-        self._draws: list[Draw] = []
-        self._cursor: Cursor = {}
+        self._draws = GroupDraws(run)
+        self._tally = RolloutStats()
         self._since: float | None = None
         clock = os.environ.get(CLOCK)
         self._clock = None if clock is None else int(clock)
@@ -83,13 +83,13 @@ class GroupStream:
         # Of engines that play on meanwhile a batch's time begins at the end of the one before.
         self._since = self._since or time.monotonic()
         self._wait_for_clock()
+        # Of engines that played ahead.
+        self._raise_error()
         with self._changed:
-            if self._error is not None:
-                text = f"engines that played ahead had stopped: {self._error}"
-                logger.warning("%s", text)
-                self._run.note(iteration, "collect", text)
             self._batches.settle(iteration)
-            self._error, self._beyond, self._probe = None, 0, {}
+            self._draws.settle(iteration)
+            self._tally = _merged(self._batches.of(iteration))
+            self._beyond, self._probe = 0, {}
             self._iteration, self._newest, self._deployment = iteration, weights, deployment
             last = iteration + 1 if alone else self._config.iterations
             self._until = last * self._config.rollout.prompts_per_iteration
@@ -100,11 +100,9 @@ class GroupStream:
         with self._changed:
             while not self._is_decided() and self._running():
                 self._changed.wait(_WAIT_SECONDS)
-        if not self._goes_ahead or self._error is not None:
+        if not self._goes_ahead:
             self._end_threads()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._raise_error()
         if not self._is_decided():
             raise Cancelled("the run was asked to stop")
         seconds, self._since = time.monotonic() - self._since, None
@@ -128,6 +126,13 @@ class GroupStream:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
+
+    def _raise_error(self) -> None:
+        """Raise what has ended an engine's work, once, when the others have ended too."""
+        if (error := self._error) is not None:
+            self._end_threads()
+            self._error = None
+            raise error
 
     def _wait_for_clock(self) -> None:
         """Under a clock, wait until the engines have played as far as it goes."""
@@ -268,14 +273,8 @@ class GroupStream:
 
     def _drawn(self, groups: Sequence[int]) -> list[tuple[int, str, int]]:
         """What groups play: their numbers, an environment's label and its prompt."""
-        config = self._config
-        if not config.environments:
-            return [(group, "", group) for group in groups]
         with self._changed:
-            more = max(groups) + 1 - len(self._draws)
-            draws, self._cursor = draw(config.mixture, self._cursor, None, max(0, more))
-            self._draws += draws
-            return [(group, *self._draws[group]) for group in groups]
+            return [(group, *self._draws.of(group)) for group in groups]
 
     def _take(self, engine: StreamedEngine, found: dict[str, Any]) -> None:
         sealed = [
@@ -294,8 +293,9 @@ class GroupStream:
             fault_points.point(f"group.taken{each.group}", self._batch_of(each.group))
         with self._changed:
             self._batches.seal(sealed)
-            tallies = (RolloutStats.model_validate(each.tally) for each in sealed)
-            self._tokens += sum(tally.load.generated_tokens for tally in tallies)
+            self._tokens += _merged(sealed).load.generated_tokens
+            now = [each for each in sealed if self._batch_of(each.group) == self._iteration]
+            self._tally = merge([[self._tally, _merged(now)]])
             engine.room = int(found["room"])
             engine.playing.difference_update(each.group for each in sealed)
             self._changed.notify_all()
@@ -340,13 +340,11 @@ class GroupStream:
     # Results
 
     def _progress(self) -> dict[str, Any]:
-        groups, size = self._batches.of(self._iteration), self._config.rollout.group_size
-        asked = self._config.rollout.prompts_per_iteration
-        tally = merge([[RolloutStats.model_validate(each.tally) for each in groups]])
+        tally, rollout = self._tally, self._config.rollout
         seconds = 0.0 if self._since is None else time.monotonic() - self._since
         return {
             "episodes_done": tally.episodes + tally.failed,
-            "episodes": asked * size,
+            "episodes": rollout.prompts_per_iteration * rollout.group_size,
             "tokens_per_second": tally.load.generated_tokens / seconds if seconds else 0.0,
             "return": tally.returns.mean,
             "engines": len(self._engines),
@@ -356,7 +354,7 @@ class GroupStream:
         self, deployment: StageDeployment, iteration: int, seconds: float, carried_over: int
     ) -> dict[str, Any]:
         groups = self._batches.of(iteration)
-        tally = merge([[RolloutStats.model_validate(each.tally) for each in groups]])
+        tally = _merged(groups)
         # A group's own seconds pass side by side with those of others, and its tokens may be of an
         # earlier iteration's time.
         load = replace(tally.load, seconds=seconds, generated_tokens=self._tokens)
@@ -376,6 +374,7 @@ class GroupStream:
         for each in self._engines.values():
             each.peak = 0.0
         outputs: dict[str, Any] = {
+            **self._draws.outputs(iteration),
             "groups": [groups[0].group, groups[-1].group + 1],
             "versions": {str(version): versions[version] for version in sorted(versions)},
         }
@@ -394,3 +393,7 @@ class GroupStream:
                 "peak_bytes": float(peak),
             },
         }
+
+
+def _merged(groups: Sequence[SealedGroup]) -> RolloutStats:
+    return merge([[RolloutStats.model_validate(each.tally) for each in groups]])

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.deployment.stages import stage_of
-from earl_core.dispatch import Manifest
+from earl_core.dispatch import Manifest, ManifestError
 from earl_core.experience.alike_groups import (
     ENOUGH_SHARE,
     PROMPTS,
@@ -217,14 +218,27 @@ def _over(waves: Sequence[Manifest], join: Any, *names: str) -> dict[str, float]
     return {name: float(join(values)) for name, values in found.items() if values}
 
 
+def cursor_after(run: RunDirectory, iteration: int) -> Cursor | None:
+    """Return the places that the environments of a mixture have reached after an iteration, as its
+    seal has them; None where none has."""
+    stages = ("collect", "rollout") if run.config.schedule.streams else ("rollout", "collect")
+    for stage in stages:
+        with suppress(ManifestError):
+            cursor = run.manifest(iteration, stage).outputs.get("cursor")
+            if cursor is not None:
+                return {label: Place.model_validate(place) for label, place in cursor.items()}
+    return None
+
+
 def _cursor(run: RunDirectory, iteration: int) -> Cursor:
     """Return the places that the environments of a mixture have reached before an iteration. They
     follow the returns of those iterations that have ended when its rollout may begin."""
     if run.config.played_before(iteration) == 0 or not run.config.environments:
         return {}
     ended = iteration - 1 - run.config.schedule.staleness
-    outputs = run.manifest(iteration - 1, "rollout").outputs
-    cursor = {label: Place.model_validate(place) for label, place in outputs["cursor"].items()}
+    cursor = cursor_after(run, iteration - 1)
+    if cursor is None:
+        raise ManifestError(f"iteration {iteration - 1} does not say which prompts it has drawn")
     if run.config.curriculum is None or ended < 0 or run.config.imitates(ended):
         return cursor
     returns = run.manifest(ended, "reward").outputs.get("returns", {})

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.engines.in_slices import EngineInSlices
+from earl_core.rollout.engines.interruptible import InterruptibleEngine
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import EngineLost
 from earl_core.rollout.rollout_load import LoadMeter
@@ -45,13 +46,17 @@ class _Playing:
 
 
 class GroupPlayer:
-    """engine: a lockstep one. limit_seconds: of a group, without the time in which it was parked.
+    """limit_seconds: of a group, without the time in which it was parked.
     All methods are of one event loop."""
 
     def __init__(
         self, engine: Engine, play: Play, settings: PlaySettings, limit_seconds: float
     ) -> None:
-        self._engine = EngineInSlices(engine, lambda: self.live)
+        self._engine = (
+            EngineInSlices(engine, lambda: self.live)
+            if engine.lockstep
+            else InterruptibleEngine(engine)
+        )
         self._play, self._limit = play, limit_seconds
         self._settings = replace(settings, clock=self._clock)
         self._playing: dict[int, _Playing] = {}
@@ -85,12 +90,13 @@ class GroupPlayer:
     async def finished(self, seconds: float, slices: int | None = None) -> list[PlayedGroup]:
         """Go on, and return the groups that have ended, by their numbers; each once.
 
-        seconds: how long to wait for one. slices: run so many, and none until the next call.
+        seconds: how long to wait for one. slices: a lockstep engine runs so many, and none until
+        the next call.
         Raises what ended a group, and `EngineLost` for one that takes too long.
         """
         self._take_up()
         tasks = [each.task for each in self._playing.values()]
-        if slices is not None:
+        if slices is not None and isinstance(self._engine, EngineInSlices):
             await self._engine.advance(slices)
             # What has ended is closed, so that the next slice finds the environments alike.
             await _settled([each.task for each in self._playing.values() if not each.live])

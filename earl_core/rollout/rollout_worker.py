@@ -125,6 +125,12 @@ class RolloutWorker(EngineWorker):
     # Groups that go on under newer weights: these calls begin and collect work. Episodes live in
     # the worker between them.
 
+    async def ensure(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """As without groups; those that are played stop between two tokens before, until they are
+        asked for."""
+        await self.park()
+        return await super().ensure(weights)
+
     async def load(self, weights: dict[str, Any], anew: bool = False) -> dict[str, Any]:
         """Have groups be played, and go on, under these weights: as `ensure`, between two tokens.
 

@@ -44,7 +44,7 @@ from earl_core.run.checkpoints import (
     stable_checkpoints,
     unmeasured_gates,
 )
-from earl_core.run.group_journal import group_files
+from earl_core.run.group_journal import GroupJournal
 from earl_core.run.lock import RunLock
 from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
@@ -99,6 +99,7 @@ class RunDirectory:
         self.versions = PolicyVersions(self.path, staleness_over_iterations(*over))
         self.store: ShardStore = run_store(self.path, self.config)
         self.stores = HostStores(self.store)
+        self.groups = GroupJournal(self.path)
         self._store_lock = claim(self.store, self.path)
         self.update_record(
             attempts=self.record["attempts"] + 1, finished=False, place=place_of(self.path)
@@ -324,7 +325,7 @@ class RunDirectory:
     def unreleased_shards(self) -> set[str]:
         """Files of all shards that sealed manifests name and nobody released."""
         first = (self.last_stable() + 1) * self.config.rollout.prompts_per_iteration
-        files = group_files(self.path, first) if self.config.schedule.streams else set()
+        files = self.groups.files(first) if self.config.schedule.streams else set()
         for path in (self.path / "iterations").glob("*/*.json"):
             if not path.with_suffix(".released").exists():
                 # A damaged manifest names nothing: its stage is repeated.

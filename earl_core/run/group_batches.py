@@ -9,7 +9,7 @@ from earl_core.config.stage_keys import stage_key
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry
 from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.run.directory import RunDirectory
-from earl_core.run.group_journal import GroupJournal, SealedGroup
+from earl_core.run.group_journal import SealedGroup
 
 
 class GroupBatches:
@@ -19,7 +19,7 @@ class GroupBatches:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._size = run, run.config.rollout.prompts_per_iteration
-        self._journal = GroupJournal(run.path)
+        self._journal = run.groups
         self._sealed: dict[int, SealedGroup] | None = None
         self.anew = 0
 
@@ -32,6 +32,7 @@ class GroupBatches:
         covered = (self._run.last_stable() + 1) * self._size
         first = min(covered, iteration * self._size)
         self._sealed = {g: each for g, each in self._known.items() if g >= first}
+        self._journal.since(first)
         # An update that was done again may have made others of a version, since they were read.
         self.play_anew([each for each in self.of(iteration) if not fits(self._run, each.versions)])
 
@@ -81,11 +82,8 @@ class GroupBatches:
     def _known(self) -> dict[int, SealedGroup]:
         if self._sealed is None:
             first = (self._run.last_stable() + 1) * self._size
-            found = [
-                each
-                for each in self._journal.read().values()
-                if each.group >= first and each.tally is not None
-            ]
+            lines = self._journal.since(first).values()
+            found = [each for each in lines if each.tally is not None]
             usable = {each.group: each for each in found if self._is_usable(each)}
             self._sealed = usable
             self.play_anew([each for each in found if each.group not in usable])

@@ -38,27 +38,38 @@ class SealedGroup(BaseModel):
 
 
 class GroupJournal:
-    """The journal of one run. Any thread may append."""
+    """The journal of one run, whose file is read once. Not for several threads at a time."""
 
     def __init__(self, run: Path) -> None:
         self._journal = Journal(run / NAME)
+        self._first = 0
+        self._groups: dict[int, SealedGroup] | None = None
 
     def append(self, groups: Sequence[SealedGroup]) -> None:
         """Write groups down; on disk when this returns."""
+        found = self._read()
         if groups:
             self._journal.append_all([each.model_dump(mode="json") for each in groups])
+            found.update({each.group: each for each in groups})
 
-    def read(self) -> Mapping[int, SealedGroup]:
-        """The last line of each group, by its number; damaged ones are left out."""
-        found: dict[int, SealedGroup] = {}
-        for line in self._journal.read():
-            with suppress(ValidationError):
-                group = SealedGroup.model_validate(line)
-                found[group.group] = group
+    def since(self, first: int) -> Mapping[int, SealedGroup]:
+        """The last line of each group from number `first` on, by its number; damaged ones are left
+        out. Earlier groups are forgotten, and not found by a later call."""
+        found = self._read()
+        if first > self._first:
+            self._first = first
+            self._groups = found = {g: each for g, each in found.items() if g >= first}
         return found
 
+    def files(self, first: int) -> set[str]:
+        """The files of the shards of these groups."""
+        return {entry.file for group in self.since(first).values() for entry in group.shards}
 
-def group_files(run: Path, first: int) -> set[str]:
-    """The files of the shards that the journal of a run names, of groups from number `first` on."""
-    groups = GroupJournal(run).read().values()
-    return {entry.file for group in groups if group.group >= first for entry in group.shards}
+    def _read(self) -> dict[int, SealedGroup]:
+        if self._groups is None:
+            self._groups = {}
+            for line in self._journal.read():
+                with suppress(ValidationError):
+                    group = SealedGroup.model_validate(line)
+                    self._groups[group.group] = group
+        return self._groups

@@ -3,6 +3,8 @@ is what the sealed rows say, under the versions that they name."""
 
 from __future__ import annotations
 
+import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ from tests.conformance.test_whole_iterations import (
     save,
     weights,
 )
+from tests.engines.forked import forked_engines
 
+VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 ITERATIONS, STALENESS = 4, 2
 ALGORITHM = {
     "policy_loss": {"name": "dppo", "mask_low": 0.001, "mask_high": 0.002},
@@ -44,17 +48,32 @@ def sampled_by(row: dict[str, Any], versions: dict[int, Any]) -> float:
     return float(np.abs(found - told).max())
 
 
+@pytest.mark.parametrize(
+    "engine",
+    ["torch", pytest.param("vllm", marks=[pytest.mark.slow, VLLM])],
+)
 def test_updates_of_a_stream_equal_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EARL_CLOCK", "0")
-    model = save("Llama", FAMILIES["Llama"][0], tmp_path / "model")
+    """vLLM gives its memory to the learner between batches."""
+    shape = FAMILIES["Llama"][0]
+    if engine == "torch":
+        monkeypatch.setenv("EARL_CLOCK", "0")
+    else:
+        # Of 32, the smallest that vLLM has.
+        shape = {**shape, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = save("Llama", shape, tmp_path / "model")
     config = configured(model, ALGORITHM, tmp_path, ITERATIONS)
     config["rollout"] |= {"max_tokens_per_turn": 24, "stop": list("aeiou012")}
+    config["rollout"] |= {"engine": engine, "vllm": {"kv_cache_gib": 1}}
     config["schedule"] = {"staleness": STALENESS, "mode": "stream"}
     reference = Reference(model, ALGORITHM, UPDATE)
     versions, switched = {0: load(model)}, 0
-    with opened_here(RunConfig.model_validate(config), lambda *_: None) as controller:
+    run = RunConfig.model_validate(config)
+    with (
+        forked_engines() if engine == "vllm" else nullcontext(),
+        opened_here(run, lambda *_: None) as controller,
+    ):
         for number in range(ITERATIONS):
             metrics = Debugged(controller, number).whole()["update"].metrics
             rows = pq.read_table(controller.run.episodes_path(number)).to_pylist()

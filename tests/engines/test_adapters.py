@@ -12,6 +12,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from earl_core.rollout.engines.engine import Completion
+from earl_core.rollout.engines.in_slices import EngineInSlices
+from earl_core.rollout.engines.interruptible import InterruptibleEngine
 from earl_core.rollout.errors import WeightSyncError
 from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.load import manifest_from_directory
@@ -121,6 +123,40 @@ def test_a_conversation_that_goes_on_under_another_version_has_none_of_the_old_n
     _check(model, prompts, bench.driver.generate(asked))
     bench.driver.engine.finish(range(len(prompts)))
     assert bench.held() == 1
+
+
+def test_an_answer_that_is_stopped_goes_on_under_the_next_version(
+    bench: Bench, tmp_path: Path
+) -> None:
+    pairs = {version: random_pairs(bench.model, version) for version in (14, 15)}
+    models = {version: merged(bench.model, each) for version, each in pairs.items()}
+    manifests = [published(each, tmp_path / "published", v) for v, each in pairs.items()]
+
+    async def work() -> Completion:
+        inner, told = bench.driver.engine, asyncio.Event()
+        lockstep = inner.lockstep
+        engine = EngineInSlices(inner, lambda: 1) if lockstep else InterruptibleEngine(inner)
+        await engine.play_under(manifests[0])
+        asked = request(
+            0, PROMPTS[1], max_tokens=120, temperature=1.0, on_tokens=lambda _: told.set()
+        )
+        answer = asyncio.create_task(engine.generate([asked]))
+        await (engine.advance(2) if isinstance(engine, EngineInSlices) else told.wait())
+        await engine.hold()
+        await engine.play_under(manifests[1])
+        assert bench.held() == 1
+        engine.go_on()
+        (found,) = await answer
+        await engine.stop()
+        return found
+
+    answer = bench.driver.run(work())
+    bench.driver.engine.finish([0])
+    assert [span.policy_version for span in answer.spans] == [14, 15]
+    by = {v: model_logprobs(model, PROMPTS[1], answer.tokens, 1.0) for v, model in models.items()}
+    expected = [by[version][at] for version, *span in answer.spans for at in range(*span)]
+    np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=1e-5)
+    assert np.abs(np.subtract(by[14], by[15])).mean() > 0.05
 
 
 def test_an_answer_does_not_depend_on_what_was_played_before(bench: Bench, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from earl_core.config import load_config
+from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.run.group_journal import GroupJournal
 from flows.debug import Debugged, opened_here
@@ -83,7 +86,7 @@ def test_unfinished_groups_go_on_under_new_weights_and_are_trained_once(
     monkeypatch.delenv("EARL_FAULT")
     shutil.rmtree(runs.directory / "shm")
     train(runs, *asked, alone=True)
-    sealed = GroupJournal(runs.run()).read().values()
+    sealed = GroupJournal(runs.run()).since(0).values()
     assert max(each.group for each in sealed if each.tally) == 3 * BATCH - 1
     train(runs, *asked)
     runs.assert_learnt()
@@ -129,6 +132,35 @@ def test_what_an_engine_was_playing_that_was_ended_aside_is_played_anew(
     train(runs, *stream(2, 6))
     assert_once_and_young(runs.run(), 2, 6)
     assert sum(line["rollout/groups_anew"] for line in runs.metrics()) > 0
+
+
+@pytest.mark.slow
+def test_an_error_of_an_engine_that_plays_ahead_is_raised_by_the_next_collect(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own, whether or not the batch is complete; the run goes on when it is begun again."""
+    broken, raised = threading.Event(), threading.Event()
+
+    async def generate(engine: TorchEngine, requests: Sequence[GenerationRequest]) -> object:
+        if broken.is_set():
+            raised.set()
+            raise RuntimeError("the device fell over")
+        return await generating(engine, requests)
+
+    generating = TorchEngine.generate
+    monkeypatch.setattr(TorchEngine, "generate", generate)
+    options = {**LENGTHS, "options": {"every": 1, "long": 6, "seconds": 0.01}}
+    asked = *stream(1, 3), "stages.placement=shared", f"environment={json.dumps(options)}"
+    config = load_config(str(runs.config), list(asked))
+    with opened_here(config, lambda *_: None) as controller:
+        Debugged(controller, 0).whole()
+        broken.set()
+        assert raised.wait(60)
+        with pytest.raises(Exception, match="the device fell over"):
+            Debugged(controller, 1).whole()
+    broken.clear()
+    train(runs, *asked)
+    assert_once_and_young(runs.run(), 1, 3)
 
 
 def faults(seed: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from earl_core.trajectory.samples import VersionSpan
@@ -41,7 +41,7 @@ class GenerationRequest:
     it did not get is in the completion only. `top` is how many of the most likely tokens are told
     beside each sampled one. `begun` is what an earlier request of this answer has sampled, which
     `tokens` does not have; the answer goes on after it and has it in front, and `max_tokens` counts
-    it. For lockstep engines only.
+    it.
     """
 
     sequence_id: int
@@ -54,6 +54,16 @@ class GenerationRequest:
     ends: Ends | None = None
     top: int = 0
     begun: Completion | None = None
+
+    @property
+    def sampled(self) -> list[int]:
+        """The tokens of the answer that are sampled already."""
+        return [] if self.begun is None else self.begun.tokens
+
+    def ended(self, reason: EngineFinishReason, version: int) -> Completion:
+        """The answer as it stands. version: that would have gone on with it."""
+        begun = self.begun or Completion([], [], reason, [VersionSpan(version, 0, 0)])
+        return replace(begun, finish_reason=reason)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,20 @@ class Completion:
     finish_reason: EngineFinishReason
     spans: list[VersionSpan]
     top: list[TopTokens] = field(default_factory=list)
+
+    def followed_by(self, more: Completion) -> Completion:
+        """The answer of which this is the beginning and the other one the rest."""
+        count = len(self.tokens)
+        if not count:
+            return more
+        spans = list(self.spans)
+        for version, first, end in more.spans:
+            if spans[-1].policy_version == version:
+                spans[-1] = spans[-1]._replace(end=count + end)
+            elif end:
+                spans.append(VersionSpan(version, count + first, count + end))
+        tokens, logprobs = self.tokens + more.tokens, self.logprobs + more.logprobs
+        return Completion(tokens, logprobs, more.finish_reason, spans, self.top + more.top)
 
     def ended_at(self, count: int) -> Completion:
         """The answer that its first tokens are, so many that one of them ended it."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
-from earl_core.trajectory.samples import VersionSpan
-from earl_core.weights.manifest import WeightsManifest
+from earl_core.rollout.engines.wrapped import WrappedEngine
 
 SLICE_TOKENS = 8
 """Tokens of each answer in a slice: few, because whoever asks or stops meanwhile waits for its
@@ -26,39 +25,23 @@ class _Asked:
     request: GenerationRequest
     reply: asyncio.Future[Completion]
 
-    @property
-    def sampled(self) -> int:
-        begun = self.request.begun
-        return 0 if begun is None else len(begun.tokens)
 
-
-class EngineInSlices:
+class EngineInSlices(WrappedEngine):
     """An `Engine` over a lockstep one. All methods are of one event loop.
 
     asking: how many answers will be asked for before the next slice may begin, where slices are
     counted (`advance`).
     """
 
-    lockstep = False
-
     def __init__(self, engine: Engine, asking: Callable[[], int]) -> None:
-        self._engine, self._asking = engine, asking
+        super().__init__(engine)
+        self._asking = asking
         self._waiting: list[_Asked] = []
         self._held = False
         self._left = sys.maxsize
         self._wake = asyncio.Event()
         self._slice = asyncio.Lock()
         self._answering: asyncio.Task[None] | None = None
-
-    @property
-    def policy_version(self) -> int | None:
-        """The version that the next slice is answered under."""
-        return self._engine.policy_version
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a sequence, as the engine has it."""
-        return self._engine.max_model_len
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Sample all answers, each in as many slices as it takes."""
@@ -79,10 +62,7 @@ class EngineInSlices:
         for each in self._waiting:
             if each.request.sequence_id in sequence_ids and not each.reply.done():
                 version = self._engine.policy_version or 0
-                begun = each.request.begun or Completion(
-                    [], [], "cancelled", [VersionSpan(version, 0, 0)]
-                )
-                each.reply.set_result(replace(begun, finish_reason="cancelled"))
+                each.reply.set_result(each.request.ended("cancelled", version))
 
     async def hold(self) -> None:
         """Begin no slice until `go_on`; returns when none is running."""
@@ -127,7 +107,8 @@ class EngineInSlices:
         given = []
         for each in batch:
             most = each.request.max_tokens or sys.maxsize
-            given.append(replace(each.request, max_tokens=min(each.sampled + SLICE_TOKENS, most)))
+            end = min(len(each.request.sampled) + SLICE_TOKENS, most)
+            given.append(replace(each.request, max_tokens=end))
         try:
             answers = await self._engine.generate(given)
         except Exception as error:
@@ -150,41 +131,3 @@ class EngineInSlices:
         if self._answering is not None:
             self._answering.cancel()
             await asyncio.gather(self._answering, return_exceptions=True)
-
-    def finish(self, sequence_ids: Collection[int]) -> None:
-        """Forget these sequences, as the engine does."""
-        self._engine.finish(sequence_ids)
-
-    # The rest of the interface is the engine's own.
-
-    async def start(self) -> None:
-        """Start the engine."""
-        await self._engine.start()
-
-    def limit_running(self, requests: int) -> None:
-        """Limit the engine."""
-        self._engine.limit_running(requests)
-
-    async def play_under(self, manifest: WeightsManifest) -> None:
-        """Have the next slice answered under this version."""
-        await self._engine.play_under(manifest)
-
-    async def keep(self, versions: Collection[int]) -> None:
-        """Hold versions in the engine."""
-        await self._engine.keep(versions)
-
-    async def release_memory(self) -> None:
-        """Release the engine's memory."""
-        await self._engine.release_memory()
-
-    async def restore_memory(self) -> None:
-        """Restore the engine's memory."""
-        await self._engine.restore_memory()
-
-    def statistics(self) -> dict[str, float]:
-        """Return the engine's totals."""
-        return self._engine.statistics()
-
-    def pids(self) -> list[int]:
-        """Return the engine's processes."""
-        return self._engine.pids()

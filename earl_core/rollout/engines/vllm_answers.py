@@ -7,19 +7,22 @@ from typing import Any
 
 from earl_core.rollout.engines.engine import Completion, EngineFinishReason, GenerationRequest
 from earl_core.rollout.errors import EngineError
-from earl_core.trajectory.samples import VersionSpan
+from earl_core.trajectory.samples import VersionSpan, derive_seed
 
 
 def sampling_parameters(request: GenerationRequest, budget: int) -> Any:
-    """vLLM's `SamplingParams`. budget: most tokens that may be sampled."""
+    """vLLM's `SamplingParams`. budget: most tokens that may be sampled beside those that are."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    kinds = RequestOutputKind
+    kinds, seed = RequestOutputKind, request.seed
+    if request.sampled:
+        # A generator begins with its seed: the draws of the first tokens must not come again.
+        seed = derive_seed(seed, len(request.sampled))
     return SamplingParams(
         max_tokens=budget,
         temperature=request.temperature,
-        seed=request.seed,
+        seed=seed,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,
         logprobs=request.top,

@@ -26,7 +26,6 @@ from earl_core.rollout.engines.vllm_answers import completion, sampling_paramete
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.memory import resident_peak_bytes
 from earl_core.system.processes import descendants
-from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.adapter_pairs import layer_matrices
 from earl_core.weights.load import parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
@@ -285,9 +284,7 @@ class VllmEngine(BaseEngine[Any]):
 
     def pids(self) -> list[int]:
         """vLLM's engine process first, then its workers. SIGTERM to the first ends all cleanly."""
-        if self._engine is None:
-            return []
-        manager = self._engine.engine_core.resources.engine_manager
+        manager = self._engine and self._engine.engine_core.resources.engine_manager
         if manager is None:
             return []
         own = [process.pid for process in manager.processes if process.pid is not None]
@@ -345,7 +342,7 @@ class VllmEngine(BaseEngine[Any]):
         name = self._running[request.sequence_id]
         async with self._admission.entered(name):
             if name in self._cancelled:
-                return Completion([], [], "cancelled", [VersionSpan(version, 0, 0)])
+                return request.ended("cancelled", version)
             queue = await self._submit(request, pairs)
             try:
                 return await self._collect(request, queue, version, whole=pairs is None)
@@ -356,11 +353,11 @@ class VllmEngine(BaseEngine[Any]):
 
     async def _submit(self, request: GenerationRequest, pairs: Any) -> Any:
         """The queue that receives the answer; none when there is no room for one."""
-        budget, _ = answer_budget(request, self.max_model_len)
-        if not budget:
+        budget = answer_budget(request, self.max_model_len)[0] - len(request.sampled)
+        if budget < 1:
             return None
         parameters = sampling_parameters(request, budget)
-        prompt = {"type": "token", "prompt_token_ids": list(request.tokens)}
+        prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *request.sampled]}
         name = self._running[request.sequence_id]
         queue = await self._engine.add_request(name, prompt, parameters, lora_request=pairs)
         if name in self._cancelled:  # while it was on its way
@@ -371,12 +368,13 @@ class VllmEngine(BaseEngine[Any]):
         self, request: GenerationRequest, queue: Any, version: int, *, whole: bool
     ) -> Completion:
         _, exhausted = answer_budget(request, self.max_model_len)
-        self._totals["requests"] += 1
+        begun, known = request.begun, len(request.sampled)
+        self._totals["requests"] += begun is None
         if queue is None:
-            return Completion([], [], exhausted, [VersionSpan(version, 0, 0)])
-        output, known = await queue.get(), 0
+            return request.ended(exhausted, version)
+        output = await queue.get()
         while True:
-            so_far = output.outputs[0].token_ids
+            so_far = [*request.sampled, *output.outputs[0].token_ids]
             ended = request.ends(so_far, known) if request.ends else None
             if output.finished or ended is not None:
                 break
@@ -384,13 +382,15 @@ class VllmEngine(BaseEngine[Any]):
                 request.on_tokens(so_far[known:])
             known, output = len(so_far), await queue.get()
         answer = completion(output.outputs[0], version, exhausted, whole=whole)
+        answer = answer if begun is None else begun.followed_by(answer)
         if ended is not None:
             # vLLM may have sampled more; the answer has no token after the one that ended it.
             answer = answer.ended_at(ended)
             await self._abort([] if output.finished else [queue.request_id], internal=True)
-        self._totals["generated_tokens"] += len(answer.tokens)
-        self._totals["prompt_tokens"] += len(request.tokens)
-        self._totals["prefix_hit_tokens"] += output.num_cached_tokens or 0
+        self._totals["generated_tokens"] += len(answer.tokens) - len(request.sampled)
+        if begun is None:
+            self._totals["prompt_tokens"] += len(request.tokens)
+            self._totals["prefix_hit_tokens"] += output.num_cached_tokens or 0
         return answer
 
     async def _abort(self, names: list[str], *, internal: bool) -> None:

@@ -1,0 +1,53 @@
+"""What the groups of a stream play, by their numbers in the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from earl_core.control.prompt_waves import cursor_after
+from earl_core.rollout.mixture import Cursor, Draw, draw
+from earl_core.run import RunDirectory
+
+
+class GroupDraws:
+    """Of a mixture each batch is drawn where the one before has ended, as that one's seal has it,
+    whatever the settings were then."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._size = run, run.config.rollout.prompts_per_iteration
+        self._drawn: dict[int, tuple[list[Draw], Cursor]] = {}
+
+    def of(self, group: int) -> Draw:
+        """The environment's label and its prompt."""
+        if not self._run.config.environments:
+            return "", group
+        batch, place = divmod(group, self._size)
+        return self._batch(batch)[0][place]
+
+    def outputs(self, batch: int) -> dict[str, Any]:
+        """What a batch's seal says for those that follow."""
+        if not self._run.config.environments:
+            return {}
+        cursor = self._batch(batch)[1]
+        return {"cursor": {label: place.model_dump() for label, place in cursor.items()}}
+
+    def settle(self, batch: int) -> None:
+        """Forget the batches before this one, which is drawn from the seal of the last of them."""
+        self._drawn = {each: drawn for each, drawn in self._drawn.items() if each >= batch}
+
+    def _batch(self, batch: int) -> tuple[list[Draw], Cursor]:
+        if batch not in self._drawn:
+            first, cursor = batch, self._after(batch - 1)
+            while cursor is None:
+                first -= 1
+                cursor = self._after(first - 1)
+            for each in range(first, batch + 1):
+                self._drawn[each] = draw(self._run.config.mixture, cursor, None, self._size)
+                cursor = self._drawn[each][1]
+        return self._drawn[batch]
+
+    def _after(self, batch: int) -> Cursor | None:
+        """Where the batch has ended; None where that is not known."""
+        if batch in self._drawn:
+            return self._drawn[batch][1]
+        return {} if batch < 0 else cursor_after(self._run, batch)

@@ -1,0 +1,93 @@
+"""An engine that batches by itself, whose answers stop between any two tokens and go on, each as
+another request, under the weights that the engine has then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
+from earl_core.rollout.engines.wrapped import WrappedEngine
+
+_AGAIN_SECONDS = 1.0
+
+
+class InterruptibleEngine(WrappedEngine):
+    """An `Engine` over one that is not lockstep.
+
+    While answers are stopped the engine has no request of them: it may be given other weights, be
+    asked for other answers, and release its memory. It computes what stands before anew.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._held = False
+        self._changed, self._idle = asyncio.Event(), asyncio.Event()
+        self._asked: set[int] = set()
+        self._running: set[int] = set()
+        self._stopped: set[int] = set()
+        self._cancelled: set[int] = set()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Sample all answers, each in as many requests as it takes."""
+        return list(await asyncio.gather(*map(self._answer, requests)))
+
+    async def cancel(self, sequence_ids: Collection[int]) -> None:
+        """End these requests, those that are stopped too."""
+        self._cancelled |= self._asked.intersection(sequence_ids)
+        self._tell()
+        await self._engine.cancel(sequence_ids)
+
+    async def hold(self) -> None:
+        """Take all answers out of the engine, until `go_on`."""
+        self._held = True
+        while self._running:
+            self._idle.clear()
+            self._stopped |= self._running
+            await self._engine.cancel(list(self._running))
+            # One that was on its way into the engine is asked again.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), _AGAIN_SECONDS)
+
+    def go_on(self) -> None:
+        """Undo `hold`."""
+        self._held = False
+        self._tell()
+
+    async def stop(self) -> None:
+        """Do nothing: whoever asked has been cancelled."""
+
+    async def _answer(self, request: GenerationRequest) -> Completion:
+        sequence = request.sequence_id
+        self._asked.add(sequence)
+        try:
+            while True:
+                while self._held and sequence not in self._cancelled:
+                    await self._changed.wait()
+                if sequence in self._cancelled:
+                    return request.ended("cancelled", self.policy_version or 0)
+                answer = await self._part(request)
+                if answer.finish_reason != "cancelled" or sequence not in self._stopped:
+                    return answer
+                self._stopped.discard(sequence)
+                request = replace(request, begun=answer)
+        finally:
+            for each in (self._asked, self._stopped, self._cancelled):
+                each.discard(sequence)
+
+    async def _part(self, request: GenerationRequest) -> Completion:
+        self._running.add(request.sequence_id)
+        try:
+            (answer,) = await self._engine.generate([request])
+            return answer
+        finally:
+            self._running.discard(request.sequence_id)
+            if not self._running:
+                self._idle.set()
+
+    def _tell(self) -> None:
+        # Who waits now is woken; who waits later is not.
+        self._changed.set()
+        self._changed.clear()
