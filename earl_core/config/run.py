@@ -263,7 +263,7 @@ class RunConfig(Settings):
 
     @property
     def reference_joins(self) -> bool:
-        """True when the one reference is the base of an adapter, which the update's ranks hold."""
+        """True when the one reference is what an adapter began with: the update's ranks hold it."""
         return self.model.adapter is not None and self.references == (INITIAL,)
 
     def penalty(self, label: str) -> PenaltyConfig:
@@ -289,7 +289,10 @@ class RunConfig(Settings):
     def reference_model(self, text: str) -> ModelConfig:
         """One of the `references`, as the run's processes load it."""
         own = self.initial_model
-        return own.whole(own.path if text == INITIAL else self.teacher(text) / "model")
+        if text != INITIAL:
+            return own.whole(self.teacher(text) / "model")
+        begun_with_pairs = own.adapter is not None and own.adapter.source is not None
+        return own if begun_with_pairs else own.whole(own.path)
 
     def teacher(self, text: str) -> Path:
         """The folder of the run directory for a reference that is not the initial policy."""

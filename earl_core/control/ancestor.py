@@ -117,7 +117,7 @@ def keep_adapter(run: RunDirectory) -> None:
     elif adapter is not None and adapter.source is not None:
         told = {"from": adapter.source, "path": str(Path(adapter.source).resolve())}
         record = keep(Path(adapter.source), place, told)
-    elif "adapter" in run.record:
+    elif "adapter" in run.record or "pairs" in run.record.get("ancestor", {}):
         raise RunDamaged(
             f"{place} is gone, with the pairs that the run began with: put it back as it was"
         )

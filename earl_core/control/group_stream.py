@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from earl_core.cluster.errors import WorkerLost
+from earl_core.control.failure_diagnosis import loss_of
 from earl_core.control.group_draws import GroupDraws
 from earl_core.control.streamed_engine import StreamedEngine
 from earl_core.control.worker_groups import Progress, WorkerGroups
@@ -83,8 +84,7 @@ class GroupStream:
         # Of engines that play on meanwhile a batch's time begins at the end of the one before.
         self._since = self._since or time.monotonic()
         self._wait_for_clock()
-        # Of engines that played ahead.
-        self._raise_error()
+        self._raise_error(ahead=True)
         with self._changed:
             self._batches.settle(iteration)
             self._draws.settle(iteration)
@@ -105,9 +105,8 @@ class GroupStream:
         self._raise_error()
         if not self._is_decided():
             raise Cancelled("the run was asked to stop")
-        seconds, self._since = time.monotonic() - self._since, None
-        if self._goes_ahead:
-            self._since = time.monotonic()
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now if self._goes_ahead else None
         return self._result(deployment, iteration, seconds, carried_over)
 
     def oldest(self, newest: int) -> int:
@@ -127,12 +126,17 @@ class GroupStream:
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
 
-    def _raise_error(self) -> None:
-        """Raise what has ended an engine's work, once, when the others have ended too."""
-        if (error := self._error) is not None:
-            self._end_threads()
-            self._error = None
+    def _raise_error(self, ahead: bool = False) -> None:
+        """Raise what has ended an engine's work, once, when the others have ended too. ahead: it
+        played for a later batch, so that a loss, as aside by an evaluation, costs no repeat."""
+        if (error := self._error) is None:
+            return
+        self._end_threads()
+        self._error = None
+        if not ahead or loss_of(error) is None:
             raise error
+        logger.warning("an engine that played ahead was lost: %s", error)
+        self._run.note(self._iteration, "collect", f"an engine that played ahead was lost: {error}")
 
     def _wait_for_clock(self) -> None:
         """Under a clock, wait until the engines have played as far as it goes."""
@@ -152,10 +156,8 @@ class GroupStream:
     def _running(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    # Threads: one for each engine, or under a clock one for all
-
     def _start(self, engines: int) -> None:
-        """Have so many engines at work."""
+        """Have so many engines at work, each in a thread, or under a clock all in one."""
         alive = bool(self._threads) and all(thread.is_alive() for thread in self._threads)
         if alive and set(self._engines) == set(range(engines)):
             return
@@ -336,8 +338,6 @@ class GroupStream:
         # Of the call that has just ended.
         engine.peak = max(engine.peak, sum(use.tree_peak_bytes for use in engine.group.memory))
         return results[0]
-
-    # Results
 
     def _progress(self) -> dict[str, Any]:
         tally, rollout = self._tally, self._config.rollout

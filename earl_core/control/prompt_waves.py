@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -223,10 +222,11 @@ def cursor_after(run: RunDirectory, iteration: int) -> Cursor | None:
     seal has them; None where none has."""
     stages = ("collect", "rollout") if run.config.schedule.streams else ("rollout", "collect")
     for stage in stages:
-        with suppress(ManifestError):
-            cursor = run.manifest(iteration, stage).outputs.get("cursor")
-            if cursor is not None:
-                return {label: Place.model_validate(place) for label, place in cursor.items()}
+        if not run.stage_path(iteration, stage).exists():
+            continue
+        cursor = run.manifest(iteration, stage).outputs.get("cursor")
+        if cursor is not None:
+            return {label: Place.model_validate(place) for label, place in cursor.items()}
     return None
 
 
@@ -238,7 +238,10 @@ def _cursor(run: RunDirectory, iteration: int) -> Cursor:
     ended = iteration - 1 - run.config.schedule.staleness
     cursor = cursor_after(run, iteration - 1)
     if cursor is None:
-        raise ManifestError(f"iteration {iteration - 1} does not say which prompts it has drawn")
+        raise ManifestError(
+            f"iteration {iteration - 1} does not say which prompts it has drawn: resume "
+            "from an earlier checkpoint (earl resume --from)"
+        )
     if run.config.curriculum is None or ended < 0 or run.config.imitates(ended):
         return cursor
     returns = run.manifest(ended, "reward").outputs.get("returns", {})

@@ -9,20 +9,23 @@ of such a view, so that otherwise a rank's own memory never holds more than its 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
 import torch
 
-from earl_core.config.model import ModelConfig
+from earl_core.config.model import AdapterConfig, ModelConfig
 from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention
-from earl_core.learner.low_rank import entry_of, first_pairs
+from earl_core.learner.low_rank import base_alone, entry_of, first_pairs, pairs_of, peft_name
 from earl_core.learner.model import prepare_for_packing, settle
 from earl_core.learner.packing_check import without_interface
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.state.reshard import fill, places_of
 from earl_core.pretrained.adapter_checks import check_adapter
+from earl_core.pretrained.adapter_directory import PAIRS_FILE
 from earl_core.pretrained.architecture import model_config
 from earl_core.pretrained.huggingface import (
     AutoModelForCausalLM,
@@ -35,7 +38,7 @@ from earl_core.system.errors import ConfigError
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.device_copies import upload
 from earl_core.tensors.safetensors_layout import open_file
-from earl_core.tensors.slices import local_box
+from earl_core.tensors.slices import local_box, local_part
 from earl_core.weights.load import tensor_files
 from earl_core.weights.tied import check_tied
 
@@ -83,6 +86,30 @@ def load_policy(
         weights |= first_pairs(parallel.model, config.adapter, entry, seed)
     _take(weights, dict(stored.named_buffers()), parallel.model, mesh.device)
     return parallel
+
+
+@contextmanager
+def first_policy(model: PreTrainedModel, adapter: AdapterConfig | None) -> Iterator[None]:
+    """Compute for a while with the weights that training began with: the base, with the pairs of
+    the adapter's directory where there is one, else alone.
+
+    model: with pairs, as a mesh has it; they are as before afterwards, bit for bit.
+    """
+    if adapter is None or adapter.source is None:
+        with base_alone(model):
+            yield
+        return
+    pairs, stored = pairs_of(model), open_file(Path(adapter.source) / PAIRS_FILE)
+    trained = {name: local_part(pair).clone() for name, pair in pairs.items()}
+    try:
+        for name, pair in pairs.items():
+            box = local_box(pair)
+            if box.numel:
+                local_part(pair).copy_(stored[peft_name(name)][box.index])
+        yield
+    finally:
+        for name, pair in pairs.items():
+            local_part(pair).copy_(trained[name])
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from earl_core.learner.data.samples import (
     Split,
     training_samples,
 )
-from earl_core.learner.low_rank import base_alone
+from earl_core.learner.loading import first_policy
 from earl_core.learner.memory import Parking, guarded, peak_bytes, reset_peak
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
@@ -91,7 +91,7 @@ class ModelWorker(RunWorker):
         self, manifests: list[dict[str, Any]], link_bytes: float = 0.0
     ) -> dict[str, Any]:
         """Write `reference_logprobs` for this replica's rows of the rollout's manifest that are
-        trained on. An adapter takes no part: a learner's reference is the base.
+        trained on. A learner's reference is the policy that it began with.
 
         manifests: a reference to it. link_bytes: see `Layout`.
         """
@@ -102,7 +102,7 @@ class ModelWorker(RunWorker):
         out = self._ranks.do(lambda: left_out_rows(self._manifests(manifests)[0]))
         with (
             guarded("reference"),
-            base_alone(self._learner.model),
+            first_policy(self._learner.model, self._model().adapter),
             self._open(manifests, columns, None, link_bytes, without=out) as batch,
         ):
             score = partial(self._reference_logprobs, batch)

@@ -124,12 +124,15 @@ class GroupPlayer:
 
     async def close(self) -> None:
         """End what is played, between two tokens; nothing of it is kept."""
-        await self._engine.hold()
         playing, self._playing = list(self._playing.values()), {}
-        for each in playing:
-            each.task.cancel()
-        await asyncio.gather(*(each.task for each in playing), return_exceptions=True)
-        await self._engine.stop()
+        try:
+            await self._engine.hold()
+        finally:
+            # Of an engine that is lost, too.
+            for each in playing:
+                each.task.cancel()
+            await asyncio.gather(*(each.task for each in playing), return_exceptions=True)
+            await self._engine.stop()
 
     def _take_up(self) -> None:
         if self._parked_since is not None:

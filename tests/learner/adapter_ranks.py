@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from earl_core.config.model import AdapterConfig
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.loading import first_policy
 from earl_core.learner.low_rank import base_alone
 from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.policy_learner import PolicyLearner
@@ -135,6 +138,22 @@ def check_states(learner: PolicyLearner, scratch: Path, other: StageDeployment) 
         assert torch.equal(each, stored[name]), name
     samples = ADAPTERS["all_linear"].dealt_to(learner.mesh)
     assert learner.update(samples, iteration=2)["grad_norm"] > 1e-3
+    check_first(learner, samples, scratch.parent / "state")
+
+
+def check_first(learner: PolicyLearner, samples: list[TrainingSample], state: Path) -> None:
+    """With the pairs that training began with a learner scores as before it learnt; then it goes on
+    with its own."""
+    adapter = AdapterConfig.model_validate({"from": str(state / "adapter")})
+    last = learner.score(samples)
+    with first_policy(learner.model, adapter):
+        first = learner.score(samples)
+    again = learner.score(samples)
+    learner.restore(state)
+    for one, other, moved, back in zip(first, learner.score(samples), last, again, strict=True):
+        assert (one == other).all()
+        assert (one != moved).any()
+        assert (back == moved).all()
 
 
 def check_two_hosts(learner: PolicyLearner, scratch: Path) -> None:
