@@ -69,7 +69,7 @@ docs: $(TEST_STAMP)
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -f docs/site/mkdocs.yml
 
 # dispatch_local is not among them: its table has ways that it measures no more.
-BENCHMARKS := overhead rollout iteration update reshard publish gateway dispatch_hosts dispatch_scale hosts selector_paper selector_live
+BENCHMARKS := overhead rollout iteration update reshard publish gateway dispatch_hosts dispatch_scale hosts selector_paper selector_live history
 
 benchmarks: install
 	$(BIN)/uv pip install -q --python $(BIN)/python --group bench

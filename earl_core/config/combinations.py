@@ -68,6 +68,16 @@ def check_groups(
         )
 
 
+def check_deal(rollout: RolloutConfig, kept: int | str) -> None:
+    """Raise `ValueError` where prompts are dealt by past episodes that are not kept. kept:
+    `tracking.keep_episodes`."""
+    if rollout.deal != "contiguous" and kept == "none":
+        raise ValueError(
+            f"rollout.deal is `{rollout.deal}`, which goes by the lengths of past episodes, but "
+            "tracking.keep_episodes is `none`: set it to `all`, or leave rollout.deal out"
+        )
+
+
 def check_stream(
     rollout: RolloutConfig, agents: Sequence[str], policy: str, imitates: bool, learns: bool
 ) -> None:
@@ -80,6 +90,8 @@ def check_stream(
         f"agents ({', '.join(agents)}), whose time limits run on while their engine is away: let "
         "EARL's own loop play": bool(agents),
         f"rollout.alike_groups `{rollout.alike_groups}`: leave it out": rollout.filters_groups,
+        f"rollout.deal `{rollout.deal}`, because groups go in order to whichever engine has room: "
+        "leave it out": rollout.deal != "contiguous",
         "imitation: imitate in a run of its own, and begin this one from it (model.from)": imitates,
         "a curriculum, which reads the returns of whole rollouts: leave it out": learns,
         f"selector.policy `{policy}`: set it to `fixed`": policy != "fixed",

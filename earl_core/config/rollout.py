@@ -121,6 +121,14 @@ class RolloutConfig(Settings):
         ge=1,
         description="Sequences that an engine decodes at the same time (vLLM: max_num_seqs).",
     )
+    deal: Literal["contiguous", "longest_first", "histopipe"] = Field(
+        default="contiguous",
+        description="How prompts are dealt to several engines. contiguous: neighbours, as many to "
+        "each. By the lengths of kept episodes of the same prompts, once prompts come again: "
+        "longest_first: the longest first, each to the engine that has the least to do; "
+        "histopipe: by rank, in alternating direction, which gains where iterations overlap "
+        "(schedule.staleness) and costs where they do not.",
+    )
     max_failed_share: float = Field(
         default=0.1,
         ge=0,

@@ -36,6 +36,7 @@ _LATER = {
     "update.small_sample": "warn",
     "rollout.alike_groups": "keep",
     "rollout.max_waves": 3,
+    "rollout.deal": "contiguous",
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,
     "imitation.format": "auto",

@@ -1,6 +1,6 @@
 """The engines at work on one job: a rollout or an evaluation, dealt out and played side by side.
 
-Each engine is a worker group of its own. The items are dealt in contiguous shares, one for each
+Each engine is a worker group of its own. The items are dealt in shares (`dealing`), one for each
 engine, whichever is the first: on which host an episode lies does not depend on time, because ranks
 train on what lies near them. An engine that is lost costs its share, which the others then play,
 also if they have gone on to the next rollout meanwhile.
@@ -8,7 +8,6 @@ also if they have gone on to the next rollout meanwhile.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.group import Group
+from earl_core.control.dealing import Deal, Items, contiguous
 from earl_core.control.failure_diagnosis import ReplicasLost, is_loss
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import StageWatch
@@ -38,8 +38,13 @@ class Share:
     """Items that one engine plays in one call: prompts or held-out episodes, counted from 0."""
 
     number: int
-    items: range
+    items: Items
     losses: int = 0
+
+    @property
+    def first(self) -> int:
+        """The least of its items."""
+        return min(self.items)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class Played:
 
 @dataclass(frozen=True)
 class Job:
-    """The work of the engines in a stage. arguments: those of the worker's `method` for a share."""
+    """The work of the engines in a stage. arguments: those of the worker's `method` for a share.
+    deal: how items are divided; in neighbours where the method takes nothing else."""
 
     stage: str
     iteration: int
@@ -66,6 +72,7 @@ class Job:
     items: int
     arguments: Callable[[Share], dict[str, Any]]
     weights: dict[str, Any]
+    deal: Deal = contiguous
 
 
 def run(
@@ -80,15 +87,7 @@ def run(
     engines = Engines(controller, deployment, job)
     engines.work()
     engines.write_down()
-    return sorted(engines.done, key=lambda played: played.share.items.start), engines
-
-
-def deal(items: range, count: int) -> list[range]:
-    """Divide into at most `count` contiguous parts without empty ones; their sizes differ by one at
-    most."""
-    total, start = len(items), items.start
-    edges = [start + total * number // count for number in range(count + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(edges) if b > a]
+    return sorted(engines.done, key=lambda played: played.share.first), engines
 
 
 @dataclass
@@ -146,7 +145,9 @@ class Engines:
 
     def _name(self, share: Share) -> str:
         what = "held-out episodes" if self.job.stage == "evaluation" else "prompts"
-        return f"{what} {share.items.start} to {share.items.stop - 1}"
+        count, first, last = len(share.items), share.first, max(share.items)
+        of = "" if last - first < count else f"{count} of "
+        return f"{of}{what} {first} to {last}"
 
     def metrics(self) -> dict[str, float]:
         """Count the engines, and those that were lost: at work, or idle."""
@@ -155,8 +156,8 @@ class Engines:
             "replicas_lost": float(len(self.lost) + self._rebuilt),
         }
 
-    def _deal(self, items: range, count: int, losses: int) -> None:
-        for part in deal(items, count):
+    def _deal(self, items: Items, count: int, losses: int) -> None:
+        for part in self.job.deal(items, count):
             self._waiting.append(Share(self._shares, part, losses))
             self._shares += 1
 
@@ -195,7 +196,11 @@ class Engines:
                     return
                 self._waiting.remove(share)
                 self._playing[member] = share
+            began = time.perf_counter()
             result = self._call(member, self.job.method, **self.job.arguments(share))
+            told = f"engine {member} played {self._name(share)} in"
+            told += f" {time.perf_counter() - began:.3f} s"
+            self.controller.run.note(self.job.iteration, self.job.stage, told)
             self._finish(Played(share, member, result))
 
     def _ready(self, member: int) -> None:

@@ -6,20 +6,25 @@ plays what.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from earl_core.config import RunConfig
 from earl_core.config.environment import SuiteConfig
+from earl_core.control.dealing import Deal, contiguous, deal_by_length
 from earl_core.control.engine_jobs import Job, Played, Share, run
 from earl_core.control.prompt_waves import Wave
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.mixture import draw
+from earl_core.rollout.mixture import Draw, draw
 from earl_core.rollout.pass_rates import suite_results
 from earl_core.rollout.rollout_stats import RolloutStats, merge
+
+logger = logging.getLogger(__name__)
 
 
 def play_rollout(
@@ -37,15 +42,17 @@ def play_rollout(
 
     def arguments(share: Share) -> dict[str, Any]:
         return {
-            "draws": draws[share.items.start : share.items.stop] if draws else None,
-            "first_prompt": wave.first + share.items.start,
-            "prompts": len(share.items),
+            "draws": [draws[item] for item in share.items] if draws else None,
+            "groups": [wave.first + item for item in share.items],
             "share": share.number,
             "of_prompts": wave.before + wave.prompts,
             "shards_of": stage,
         }
 
-    job = Job(stage, iteration, "rollout", wave.prompts, arguments, weights.outputs["weights"])
+    prompts = draws or [("", wave.first + item) for item in range(wave.prompts)]
+    dealt = deal_of(controller, iteration, prompts, deployment.replicas)
+    sent = arguments, weights.outputs["weights"]
+    job = Job(stage, iteration, "rollout", wave.prompts, *sent, dealt)
     done, engines = run(controller, deployment, job)
     tally = merged(done)
     # A small wave may have a large share of failures: the iteration's is what counts.
@@ -60,6 +67,25 @@ def play_rollout(
     }
 
 
+def deal_of(
+    controller: RunController, iteration: int, prompts: Sequence[Draw], engines: int
+) -> Deal:
+    """How an iteration's prompts are dealt, by what the iterations have played that were finished
+    when its rollout could begin. History that cannot be read costs a warning."""
+    name = controller.config.rollout.deal
+    if name == "contiguous" or engines == 1:
+        return contiguous
+    last = iteration - 1 - controller.config.schedule.staleness
+    try:
+        lengths = controller.past_lengths.expected(prompts, last)
+    except Exception as error:
+        told = f"prompts are dealt contiguously, because past episodes cannot be read: {error}"
+        logger.warning("iteration %d: %s", iteration, told)
+        controller.run.note(iteration, "rollout", told)
+        return contiguous
+    return deal_by_length(name, lengths, iteration, engines)
+
+
 def play_evaluation(
     controller: RunController, deployment: StageDeployment, version: int, weights: Manifest
 ) -> dict[str, Any]:
@@ -72,7 +98,7 @@ def play_evaluation(
         return {
             "episodes": len(share.items),
             "temperature": settings.temperature,
-            "first": share.items.start,
+            "first": share.first,
             "of_episodes": episodes,
         }
 
@@ -110,7 +136,7 @@ def _play_suite(
         return {
             "label": suite.label,
             "prompts": len(share.items),
-            "first": share.items.start,
+            "first": share.first,
             "of_prompts": suite.prompts,
         }
 

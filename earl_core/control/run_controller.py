@@ -51,10 +51,12 @@ from earl_core.dispatch.remote.transport import TransportError
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import unmeasured_gates
 from earl_core.run.episodes import EpisodeKeeper
+from earl_core.run.past_lengths import PastLengths
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.retention import kept_weights
 from earl_core.run.run_stores import sweep_unneeded
 from earl_core.run.staleness import note_change
+from earl_core.run.told_progress import ToldProgress
 from earl_core.run.worker import Peers
 from earl_core.system.errors import EarlError
 from earl_core.system.memory import give_back_free_memory
@@ -118,7 +120,7 @@ class RunController:
         self._cluster = cluster
         self.run = run
         self.config: RunConfig = run.config
-        self.listener: Progress = listener
+        self.listener: Progress = ToldProgress(run.path, listener)
         self._finished_here = -1
         self.losses: Counter[int] = Counter()
         self.stepless: set[int] = set()
@@ -126,6 +128,7 @@ class RunController:
         self.single_iteration = False
         self.observed = RunHistory(run)
         self.episodes = EpisodeKeeper(run)
+        self.past_lengths = PastLengths(run.path, run.config.tracking.keep_episodes_bytes)
         self.profile: LearntProfile | None = None
         self._held, self._registered = ExitStack(), ExitStack()
         self._held.callback(cluster.close)

@@ -62,8 +62,7 @@ class RolloutWorker(EngineWorker):
     @playing
     async def rollout(
         self,
-        first_prompt: int,
-        prompts: int,
+        groups: Sequence[int],
         *,
         share: int = 0,
         of_prompts: int | None = None,
@@ -72,29 +71,28 @@ class RolloutWorker(EngineWorker):
     ) -> dict[str, Any]:
         """Play the call's iteration's episodes and publish their samples as a shard.
 
-        Group ids are the prompts' indices in the run, episode_id = group_id * group_size + k.
-        share, shards_of: number and beginning of the shard's name. of_prompts: how many prompts the
-        iteration has, if more than these. draws: what each prompt plays, where the run has several
-        environments. Returns `shards` (entries for the manifest) and `tally`, a dumped
-        `RolloutStats`. Raises `RolloutFailed` when too many episodes failed.
+        groups: the prompts' indices in the run, in the order in which they begin; episode_id =
+        group * group_size + k. share, shards_of: number and beginning of the shard's name.
+        of_prompts: how many prompts the iteration has, if more than these. draws: what each prompt
+        plays, where the run has several environments. Returns `shards` (entries for the manifest)
+        and `tally`, a dumped `RolloutStats`. Raises `RolloutFailed` when too many episodes failed.
         """
         config = self._config
         iteration = self._context.iteration or 0
         size = config.rollout.group_size
-        groups = range(first_prompt, first_prompt + prompts)
         draws = [("", group) for group in groups] if draws is None else draws
         specs = [
             spec
             for group, drawn in zip(groups, draws, strict=True)
             for spec in self._specs(group, drawn, iteration)
         ]
-        whole = (of_prompts or prompts) * size
+        whole = (of_prompts or len(groups)) * size
         settings = self._settings(config.rollout.temperature, whole)
         episodes, tally = await self._play(specs, settings, config.played)
         if whole == len(specs):
             rollout_stats.check_failures(tally, config.rollout.max_failed_share)
         with guarded("rollout", "writing the samples"):
-            fault_points.point(f"rollout.played{first_prompt}", iteration)
+            fault_points.point(f"rollout.played{min(groups, default=0)}", iteration)
             entry = run_store(self._run_directory, config).publish(
                 stage=shards_of,
                 iteration=iteration,

@@ -8,6 +8,7 @@ runs/<name>/
   metrics.jsonl                  one line per finished iteration
   selector.jsonl                 what was observed of the stages, oldest first
   system.jsonl                   how loaded the machine was, while it was tracked
+  progress.json                  how much of the stages that go on is done, for people
   groups.jsonl                   groups that were sealed one by one (`schedule.mode: stream`)
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)

@@ -14,6 +14,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ _BATCH = 64
 """Rows that are read at once: who wants a few episodes reads no more of them."""
 
 
+_ROWS = 1024
+"""Rows that are copied at once, where they are put in order."""
+
+
 class EpisodesDamaged(EarlError):
     """A file of episodes that is not as it was written."""
 
@@ -75,8 +80,7 @@ def write_episodes(
         with pq.ParquetWriter(
             stream, schema, compression="zstd", write_page_checksum=True
         ) as writer:
-            for entry in rollout.shards:
-                table = stores.table(entry, path.parent)
+            for table in _ascending(stores, rollout, path.parent):
                 if most is not None and len(ids) > most:
                     kept = np.searchsorted(table["episode_id"].to_numpy(), ids[most])
                     table = table.slice(0, kept)
@@ -84,6 +88,20 @@ def write_episodes(
                 for field in _REWARDS:
                     table = table.append_column(field, rewards[field.name].take(found))
                 writer.write_table(_with_texts(table).cast(schema))
+
+
+def _ascending(stores: HostStores, rollout: Manifest, directory: Path) -> Iterator[pa.Table]:
+    """The rows of all shards by ascending sample_id, some at a time."""
+    shards = sorted(filter(attrgetter("rows"), rollout.shards), key=lambda each: each.row_ids[0])
+    tables = (stores.table(entry, directory) for entry in shards)
+    if all(a.row_ids[-1] < b.row_ids[0] for a, b in itertools.pairwise(shards)):
+        yield from tables
+        return
+    # Prompts were dealt to engines by other than their numbers.
+    whole = pa.concat_tables(tables)
+    order = np.argsort(whole["sample_id"].to_numpy())
+    for start in range(0, len(order), _ROWS):
+        yield whole.take(order[start : start + _ROWS])
 
 
 def remove_oldest(run_directory: Path, most_bytes: int) -> None:

@@ -117,7 +117,7 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
         notes.append("every stage has one rank")
     if any(each.python for each in played) or config.reward.python:
         notes.append("what runs under another Python stays in processes of its own")
-    rollout: dict[str, Any] = {"engine": "torch"}
+    rollout: dict[str, Any] = {"engine": "torch", "deal": "contiguous"}
     if prompts is not None:
         rollout["prompts_per_iteration"] = prompts
         notes.append(f"{prompts} prompts an iteration, {config.rollout.group_size} episodes each")

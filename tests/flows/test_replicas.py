@@ -7,10 +7,10 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pyarrow as pa
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from earl_core.cluster.errors import WorkerLost
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
-from earl_core.control.engine_jobs import deal
+from earl_core.control.dealing import contiguous
 from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.failure_diagnosis import ReplicasLost
 from earl_core.control.learner import call_learner, ensure_learner
@@ -31,6 +31,8 @@ from earl_core.control.run_controller import RunController, close_controller, op
 from earl_core.control.stage_execution import judge
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
+from earl_core.run.past_lengths import PastLength
+from earl_core.trajectory.schema import SAMPLE_BITS
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish
 from tasks.stage import run_stage
@@ -38,6 +40,14 @@ from tasks.tracking.tracker import Tracker
 
 GAMES = {"name": "tic_tac_toe", "options": {"style": "compact"}}
 PROMPTS, GROUP = 7, 2
+ROLLOUT = {
+    "engine": "torch",
+    "dtype": "float32",
+    "prompts_per_iteration": PROMPTS,
+    "group_size": GROUP,
+    "max_turns": 5,
+    "max_tokens_per_turn": 2,
+}
 
 
 def played(
@@ -68,14 +78,7 @@ def opened(tmp_path: Path, tiny_model: Path) -> Iterator[Opened]:
             "runs_directory": str(tmp_path / "runs"),
             "model": {"path": str(tiny_model)},
             "environment": environment,
-            "rollout": {
-                "engine": "torch",
-                "dtype": "float32",
-                "prompts_per_iteration": PROMPTS,
-                "group_size": GROUP,
-                "max_turns": 5,
-                "max_tokens_per_turn": 2,
-            },
+            "rollout": ROLLOUT,
             "evaluation": {"episodes": 11, "temperature": 0.0},
             "tracking": {"enabled": False, "trace_episodes": 2},
             "dispatch": {"directory": str(tmp_path / "shm")},
@@ -115,9 +118,9 @@ def numbers(result: dict[str, Any]) -> dict[str, float]:
 
 
 def test_shares_are_contiguous_balanced_and_never_empty() -> None:
-    assert deal(range(3, 10), 3) == [range(3, 5), range(5, 7), range(7, 10)]
-    assert deal(range(2), 5) == [range(0, 1), range(1, 2)]
-    assert deal(range(0), 2) == []
+    assert contiguous(range(3, 10), 3) == [range(3, 5), range(5, 7), range(7, 10)]
+    assert contiguous(range(2), 5) == [range(0, 1), range(1, 2)]
+    assert contiguous(range(0), 2) == []
 
 
 def test_engines_come_and_go_and_change_nothing(
@@ -175,6 +178,38 @@ def test_engines_come_and_go_and_change_nothing(
     notes = [x["event"] for x in controller.run.ledger() if "was lost" in x["event"]]
     assert len(notes) == 3
     assert all("signal 9" in note for note in notes)
+
+
+class Lengths:
+    """Of the prompts, instead of a history."""
+
+    def expected(self, prompts: Sequence[Any], last: int) -> list[PastLength | None]:
+        if last < 0:
+            raise OSError("no such disk")
+        means = [1.0, 9.0, None, 3.0, 8.0, 1.0, 2.0]
+        return [mean and PastLength(mean, 0.0) for mean in means]
+
+
+def test_prompts_dealt_by_length_are_played_alike(opened: Opened, weights: Manifest) -> None:
+    """And contiguously where past lengths cannot be read."""
+    controller = opened()
+    alone = played(controller, engines(1), 1, weights)
+    dealt = opened(rollout={**ROLLOUT, "deal": "longest_first"})
+    dealt.past_lengths = cast(Any, Lengths())
+    for iteration, parts in ((0, [[0, 1, 2], [3, 4, 5, 6]]), (1, [[0, 2, 4, 5], [1, 3, 6]])):
+        result = played(dealt, engines(2), iteration, weights)
+        groups = [
+            sorted({row >> SAMPLE_BITS for row in entry["row_ids"]}) for entry in result["shards"]
+        ]
+        first = iteration * PROMPTS
+        assert groups == [[GROUP * (first + p) + k for p in part for k in (0, 1)] for part in parts]
+    (note,) = [line["event"] for line in dealt.run.ledger() if "contiguously" in line["event"]]
+    assert "no such disk" in note
+    mine = sorted(rows(dealt, result), key=lambda row: row["sample_id"])
+    for one, other in zip(mine, rows(controller, alone), strict=True):
+        for name in ("sample_id", "tokens", "loss_mask", "turn_rewards", "texts"):
+            assert one[name] == other[name]
+        assert one["rollout_logprobs"] == pytest.approx(other["rollout_logprobs"], abs=1e-5)
 
 
 def test_an_engine_goes_on_to_the_next_rollout_and_comes_back(
@@ -309,16 +344,16 @@ def test_an_engine_lost_between_its_shard_and_its_report(
 ) -> None:
     monkeypatch.setenv("EARL_FAULT", "rollout.sealed0@0=kill")
     controller = opened()
-    played: dict[str, Any] = {}
+    found: dict[str, Any] = {}
 
     def body() -> dict[str, Any]:
-        played.update(played(controller, engines(2), 0, weights))
-        return {"shards": played["shards"]}
+        found.update(played(controller, engines(2), 0, weights))
+        return {"shards": found["shards"]}
 
     judge(controller, 0, "rollout", [])
     run_stage(controller, 0, "rollout", body)
-    assert [s["episode_id"] for s in rows(controller, played)] == list(range(PROMPTS * GROUP))
-    known = {entry["file"] for entry in played["shards"]}
+    assert [s["episode_id"] for s in rows(controller, found)] == list(range(PROMPTS * GROUP))
+    known = {entry["file"] for entry in found["shards"]}
     on_disk = {path.name for path in controller.run.store.directory.glob("*-rollout-*.arrow")}
     assert on_disk == known
     with pytest.raises(WorkerLost, match="signal 9"):

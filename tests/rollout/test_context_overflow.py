@@ -135,7 +135,7 @@ def setting(tmp_path: Path, model: Path) -> Setting:
 
 async def _raised(worker: RolloutWorker, name: str) -> dict[str, Any]:
     calls: dict[str, Any] = {
-        "rollout": lambda: worker.rollout(0, 6),
+        "rollout": lambda: worker.rollout(range(6)),
         "evaluate": lambda: worker.evaluate(4),
         "answer": lambda: worker.answer([{"role": "user", "content": "x" * 40}], 1),
     }
@@ -155,7 +155,7 @@ def test_the_worker_knows_the_models_positions(
     for payload in setting.run(work):
         assert payload["max_model_len"] == short < payload["tokens"]
     setting.config["rollout"]["max_model_len"] = 512
-    played_now = setting.run(lambda worker: worker.rollout(0, 6))
+    played_now = setting.run(lambda worker: worker.rollout(range(6)))
     assert played_now["tally"]["episodes"] == 12
     assert "model_context" not in played_now["tally"]["finishes"]
 
@@ -171,12 +171,12 @@ def test_the_engines_lack_of_memory_is_typed_and_the_next_engine_works(
     async def work(worker: RolloutWorker) -> Any:
         monkeypatch.setattr(SlotCache, "_grow", refused)
         with pytest.raises(OutOfMemory, match=r"12 answers.*max_running_requests") as caught:
-            await worker.rollout(0, 6)
+            await worker.rollout(range(6))
         with pytest.raises(RuntimeError, match="call `ensure` first"):
-            await worker.rollout(0, 6)
+            await worker.rollout(range(6))
         monkeypatch.setattr(SlotCache, "_grow", grow)
         await worker.ensure(setting.weights())
-        return [caught.value.payload, await worker.rollout(0, 6)]
+        return [caught.value.payload, await worker.rollout(range(6))]
 
     payload, result = setting.run(work)
     assert payload == {"stage": "rollout", "bytes_asked": 2**50}
@@ -186,7 +186,7 @@ def test_the_engines_lack_of_memory_is_typed_and_the_next_engine_works(
 def test_both_cross_the_wire_with_their_numbers(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EARL_FAULT", "rollout.played7@0=memory")
+    monkeypatch.setenv("EARL_FAULT", "rollout.played0@0=memory")
     group = WorkerGroup(
         "rollout",
         "earl_core.rollout.rollout_worker:RolloutWorker",
@@ -198,10 +198,10 @@ def test_both_cross_the_wire_with_their_numbers(
         group.start({**DEPLOYMENT, "max_model_len": 60}, arguments)
         group.call("ensure", weights=setting.weights(), **where)
         with pytest.raises(WorkerCallFailed) as outgrown:
-            group.call("rollout", first_prompt=0, prompts=6, **where)
+            group.call("rollout", groups=list(range(6)), **where)
         # No episode at all, whose samples cannot be written.
         with pytest.raises(WorkerCallFailed) as starved:
-            group.call("rollout", first_prompt=7, prompts=0, **where)
+            group.call("rollout", groups=[], **where)
     finally:
         group.stop()
     assert starved.value.kind is OutOfMemory

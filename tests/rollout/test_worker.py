@@ -122,7 +122,7 @@ def tally_of(result: dict[str, Any]) -> RolloutStats:
 
 
 def test_rollout_publishes_samples_and_their_tally(setting: Setting) -> None:
-    result = setting.run(lambda worker: worker.rollout(first_prompt=12, prompts=6))
+    result = setting.run(lambda worker: worker.rollout(range(12, 18)))
     table = setting.table(result)
     table.validate(full=True)
     assert table.schema.equals(ROLLOUT_SCHEMA)
@@ -145,19 +145,19 @@ def test_rollout_publishes_samples_and_their_tally(setting: Setting) -> None:
 
 
 def test_a_repeated_rollout_is_equal_and_another_iteration_is_not(setting: Setting) -> None:
-    first = setting.table(setting.run(lambda w: w.rollout(0, 4), iteration=1))
-    again = setting.table(setting.run(lambda w: w.rollout(0, 4), iteration=1))
-    other = setting.table(setting.run(lambda w: w.rollout(0, 4), iteration=2))
+    first = setting.table(setting.run(lambda w: w.rollout(range(4)), iteration=1))
+    again = setting.table(setting.run(lambda w: w.rollout(range(4)), iteration=1))
+    other = setting.table(setting.run(lambda w: w.rollout(range(4)), iteration=2))
     assert first.equals(again)
     assert not first.equals(other)
 
 
 def test_shares_of_one_rollout_are_what_one_call_plays(setting: Setting) -> None:
-    whole = setting.run(lambda w: w.rollout(10, 5))
+    whole = setting.run(lambda w: w.rollout(range(10, 15)))
 
     async def play_shares(worker: RolloutWorker) -> list[Any]:
         return [
-            await worker.rollout(first, count, share=number, of_prompts=5)
+            await worker.rollout(range(first, first + count), share=number, of_prompts=5)
             for number, (first, count) in enumerate([(10, 2), (12, 3)])
         ]
 
@@ -211,11 +211,11 @@ def test_an_engine_that_answers_as_another_version_plays_no_episode(
     wrong["probe"] = right["probe"]
 
     async def work(worker: RolloutWorker) -> list[Any]:
-        plain = await worker.rollout(0, 4)
+        plain = await worker.rollout(range(4))
         ensured = await worker.ensure(right)
         with pytest.raises(WeightSyncError, match=r"policy version 2 .* No episode was played"):
-            await worker.rollout(0, 4, shards_of="wrong", weights=wrong)
-        return [plain, ensured, await worker.rollout(0, 4, share=1, weights=setting.weights())]
+            await worker.rollout(range(4), shards_of="wrong", weights=wrong)
+        return [plain, ensured, await worker.rollout(range(4), share=1, weights=setting.weights())]
 
     plain, ensured, again = setting.run(work)
     assert ensured["probe"]["probe_mismatch_max"] < 1e-4
@@ -278,14 +278,14 @@ def test_episodes_whose_environment_fails_leave_the_shard(setting: Setting) -> N
         "options": {"raising": [1], "hanging": [4]},
     }
     setting.config["rollout"]["max_failed_share"] = 0.5
-    result = setting.run(lambda worker: worker.rollout(0, 6))
+    result = setting.run(lambda worker: worker.rollout(range(6)))
     assert sorted(set(setting.table(result)["group_id"].to_pylist())) == [0, 2, 3, 5]
     numbers = rollout_metrics(tally_of(result))
     assert numbers["episodes_failed"] == 4
     assert numbers["return/mean"] == 2.0
     setting.config["rollout"]["max_failed_share"] = 0.1
     with pytest.raises(RolloutFailed, match=r"(?s)4 of 12 episodes.*this prompt has no answer"):
-        setting.run(lambda worker: worker.rollout(0, 6))
+        setting.run(lambda worker: worker.rollout(range(6)))
 
 
 def test_episodes_that_lost_their_host_and_cannot_be_replayed_are_played_anew(
@@ -296,7 +296,7 @@ def test_episodes_that_lost_their_host_and_cannot_be_replayed_are_played_anew(
         "options": {"hanging": 3, "mark": str(setting.root / "hung")},
     }
     setting.config["rollout"]["max_failed_share"] = 0.1
-    result = setting.run(lambda worker: worker.rollout(0, 6))
+    result = setting.run(lambda worker: worker.rollout(range(6)))
     # The call over its deadline failed its own episode, and cost the host of all others.
     numbers = rollout_metrics(tally_of(result))
     assert numbers["episodes_failed"] == 1
@@ -316,7 +316,9 @@ def test_failures_of_a_share_are_judged_against_the_whole(setting: Setting) -> N
     setting.config["rollout"]["max_failed_share"] = 0.4
 
     async def play_shares(worker: RolloutWorker) -> list[Any]:
-        return [await worker.rollout(2 * n, 2, share=n, of_prompts=6) for n in range(3)]
+        return [
+            await worker.rollout(range(2 * n, 2 * n + 2), share=n, of_prompts=6) for n in range(3)
+        ]
 
     shares = setting.run(play_shares)
     assert [setting.table(share).num_rows for share in shares] == [0, 4, 4]
@@ -335,10 +337,10 @@ def test_a_rollout_that_failed_altogether_says_why(setting: Setting) -> None:
     setting.config["rollout"]["max_failed_share"] = 1.0
     words = r"every episode failed.*\(4 of 4\) is environment_error: .*this prompt has no answer"
     with pytest.raises(RolloutFailed, match=words):
-        setting.run(lambda worker: worker.rollout(0, 2))
+        setting.run(lambda worker: worker.rollout(range(2)))
     setting.config["rollout"]["max_failed_share"] = 0.1
     with pytest.raises(RolloutFailed, match="of 12 episodes failed"):
-        setting.run(lambda worker: worker.rollout(0, 2, of_prompts=6))
+        setting.run(lambda worker: worker.rollout(range(2), of_prompts=6))
 
 
 def test_in_a_worker_group(setting: Setting) -> None:
@@ -354,7 +356,7 @@ def test_in_a_worker_group(setting: Setting) -> None:
         group.start(DEPLOYMENT, arguments)
         ready = group.call("ensure", weights=setting.weights(), **where)
         assert [rank["policy_version"] for rank in ready] == [0]
-        results = group.call("rollout", first_prompt=0, prompts=6, on_progress=seen.append, **where)
+        results = group.call("rollout", groups=list(range(6)), on_progress=seen.append, **where)
         pids = group.pids
     finally:
         group.stop()
@@ -368,9 +370,9 @@ def test_a_cancelled_rollout_leaves_a_usable_worker(setting: Setting) -> None:
     async def work(worker: RolloutWorker) -> Any:
         setting.cancelled.set()
         with pytest.raises(Cancelled):
-            await worker.rollout(0, 600)
+            await worker.rollout(range(600))
         setting.cancelled.clear()
-        return await worker.rollout(0, 2)
+        return await worker.rollout(range(2))
 
     assert tally_of(setting.run(work)).episodes == 4
 
@@ -381,7 +383,7 @@ def test_a_missing_model_is_one_clear_error(setting: Setting) -> None:
     with pytest.raises(ConfigError, match=r"set model\.path"):
         asyncio.run(worker.ensure(setting.weights()))
     with pytest.raises(RuntimeError, match="call `ensure` first"):
-        asyncio.run(worker.rollout(0, 1))
+        asyncio.run(worker.rollout(range(1)))
 
 
 def test_released_memory_comes_back(setting: Setting) -> None:

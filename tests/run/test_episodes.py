@@ -65,6 +65,18 @@ def test_all_that_was_played_is_kept(run: RunDirectory) -> None:
     assert not run.episodes_path(4).exists()
 
 
+def test_episodes_dealt_in_any_order_are_kept_in_theirs(run: RunDirectory) -> None:
+    path = run.episodes_path(0)
+    shards = [[game(0), game(3, samples=2)], [], [game(1), game(4)], [game(2)]]
+    made = seal_episodes(run, 0, shards)
+    write_episodes(path, run.stores, *made)
+    table = pq.read_table(path)
+    assert table["episode_id"].to_pylist() == [0, 1, 2, 3, 3, 4]
+    assert table["tokens"][3].as_py() == shards[0][1].samples[0].tokens
+    write_episodes(path, run.stores, *made, most=3)
+    assert pq.read_table(path)["episode_id"].to_pylist() == [0, 1, 2]
+
+
 STAGES = ("rollout", "reward")
 
 
