@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from earl_core.deployment.stages import STAGES, stage_of
 from earl_core.run.checkpoints import evaluated
 from earl_core.run.record import RunDamaged, read_lines, read_record
+from earl_core.run.told_progress import told_share
 from earl_core.system.errors import ConfigError
 from tasks.reports.lines import Line
+
+_ENDS = ("sealed", "reused", "failed")
 
 
 def find_run(run: str, runs_directory: str) -> Path:
@@ -27,6 +31,27 @@ def iterations_of(path: Path) -> list[Line]:
     """Every finished iteration of a run, ascending."""
     latest = {line["iteration"]: line for line in read_lines(path / "metrics.jsonl")}
     return [latest[number] for number in sorted(latest)]
+
+
+def activities_of(path: Path) -> list[str]:
+    """The stages that the newest attempt has begun and not ended, by iteration, such as `12:
+    update` and `13: rollout 61 %`."""
+    ledger = read_lines(path / "ledger.jsonl")
+    newest = max((line["attempt"] for line in ledger), default=0)
+    open_: dict[tuple[int, str], None] = {}
+    for line in ledger:
+        key = line["iteration"], line["stage"]
+        if line["attempt"] == newest and line["event"] == "started":
+            open_[key] = None
+        elif line["event"].startswith(_ENDS):
+            open_.pop(key, None)
+    found = []
+    for iteration, name in sorted(open_, key=lambda key: key[0]):
+        share = told_share(path, iteration, name)
+        stage = stage_of(name)
+        told = (STAGES[stage].told_as if stage in STAGES else "") or name
+        found.append(f"{iteration}: {told}" + ("" if share is None else f" {100 * share:.0f} %"))
+    return found
 
 
 def evaluations_of(path: Path) -> list[Line]:

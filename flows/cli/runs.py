@@ -17,7 +17,7 @@ from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished, read_lines
 from earl_core.system.errors import ConfigError
 from earl_core.system.outside import read_text
-from flows.cli.found_runs import iterations_of
+from flows.cli.found_runs import activities_of, iterations_of
 from flows.cli.tables import duration, make_console, rows_table
 from tasks.reports.lines import mean_return, signed
 
@@ -29,13 +29,15 @@ class RunSummary:
     """A run at a glance.
 
     iterations_done of `iterations`, which is None where its configuration cannot be read.
-    mean_return: of the last iteration. changed: seconds since 1970. size_bytes: of its directory.
+    doing: stages that go on, by iteration, where it trains. mean_return: of the last iteration.
+    changed: seconds since 1970. size_bytes: of its directory.
     """
 
     name: str
     state: State
     iterations_done: int
     iterations: int | None
+    doing: list[str]
     mean_return: float | None
     changed: float
     size_bytes: int
@@ -46,11 +48,13 @@ def summarize(path: Path) -> RunSummary:
     lines = iterations_of(path)
     config = path / "config.yaml"
     changed = max([config.stat().st_mtime, *(float(line["time"]) for line in lines[-1:])])
+    state = state_of(path)
     return RunSummary(
         name=path.name,
-        state=state_of(path),
+        state=state,
         iterations_done=int(lines[-1]["iteration"]) + 1 if lines else 0,
         iterations=_iterations(config),
+        doing=activities_of(path) if state == "training" else [],
         mean_return=mean_return(lines[-1]) if lines else None,
         changed=changed,
         size_bytes=_size(path),
@@ -90,6 +94,7 @@ def list_runs(runs_directory: str, as_json: bool) -> None:
             "run": run.name,
             "state": run.state,
             "iterations": f"{run.iterations_done} of {run.iterations or '?'}",
+            "now": ", ".join(run.doing),
             "return": signed(run.mean_return, 2),
             "last change": f"{duration(max(0.0, now - run.changed))} ago",
             "size": decimal(run.size_bytes),

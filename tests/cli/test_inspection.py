@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from earl_core.config import load_config, parse_config
 from earl_core.run.lock import RunLock
 from earl_core.run.record import Journal, write_record
+from earl_core.run.told_progress import ToldProgress
 from flows.cli.app import app
 from tests.cli.conftest import CONFIG
 
@@ -35,6 +36,38 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         metrics.append({"iteration": number, "time": 2e9 + number, "rollout/return/mean": -0.5})
     write_record(tmp_path / "runs/over", {"uid": "0" * 12, "finished": True})
     return tmp_path / "runs"
+
+
+def test_a_run_whose_iterations_overlap_says_what_each_is_doing(runs: Path) -> None:
+    ledger = Journal(runs / "busy" / "ledger.jsonl")
+    told = [
+        (1, 11, "update", "started"),
+        (2, 12, "rollout", "started"),
+        (2, 12, "rollout", "sealed"),
+        (2, 12, "update", "started"),
+        (2, 13, "rollout", "started"),
+        (2, 13, "rollout", "engine 1 played prompts 0 to 3 in 1.000 s"),
+    ]
+    for attempt, iteration, stage, event in told:
+        line = {"attempt": attempt, "iteration": iteration, "stage": stage, "event": event}
+        ledger.append({"time": 1e9, **line})
+    tell = ToldProgress(runs / "busy", lambda stage, iteration, event: None)
+    tell("rollout", 13, {"episodes_done": 39, "episodes": 64})
+    lock = RunLock(runs / "busy")
+    try:
+        listed = json.loads(run("runs", "--json")[1])
+        table = " ".join(run("runs")[1].split())
+    finally:
+        lock.release()
+    doing = {each["name"]: each["doing"] for each in listed}
+    assert doing == {"young": [], "busy": ["12: update", "13: rollout 61 %"], "over": []}
+    assert "12: update, 13: rollout 61 %" in table
+    (runs / "busy" / "progress.json").write_text("[1")
+    lock = RunLock(runs / "busy")
+    try:
+        assert '13: rollout"' in run("runs", "--json")[1]
+    finally:
+        lock.release()
 
 
 def test_runs_with_state_iterations_return_and_size(runs: Path) -> None:

@@ -34,6 +34,7 @@ from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.files import write_atomic
 from earl_core.system.import_path import installed
 from tasks.reports.run_page.charts import sections
+from tasks.reports.run_page.occupancy import occupancy
 from tasks.reports.run_page.records import Line, RunRecords, read_records
 from tasks.reports.run_page.stored_episodes import (
     PackedEpisodes,
@@ -100,6 +101,7 @@ def _told(records: RunRecords) -> dict[str, Any]:
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "facts": facts(records),
         "spans": deployment_spans(records.plans),
+        "occupancy": occupancy(records.ledger, records.plans),
         "infeasible": infeasible(records.observations),
         "failures": [
             {"reason": reason, "count": count, "iterations": where}

@@ -92,6 +92,29 @@ function lanes() {
   return [[trace], layout];
 }
 
+/** Engines and ranks as lanes over time; a stage has one colour, a wait is faded. */
+function strip() {
+  const spans = data.occupancy.spans;
+  const names = [...new Set(spans.map((each) => each.lane))];
+  const stages = [...new Set(spans.map((each) => each.stage).filter((stage) => stage))];
+  const tint = (stage) => colour(PALETTE[stages.indexOf(stage) % PALETTE.length]);
+  const traces = [...stages, ""].map((stage) => {
+    const own = spans.filter((each) => each.stage === stage);
+    return {
+      name: stage || "waits", type: "bar", orientation: "h", width: stage ? 0.6 : 0.2,
+      y: own.map((each) => each.lane), base: own.map((each) => each.begin), x: own.map((each) => each.length),
+      marker: { color: stage ? tint(stage) : colour("quiet") }, text: own.map((each) => each.text),
+      textposition: "none", hoverinfo: "text",
+    };
+  });
+  const layout = frame({ y: "", series: traces });
+  layout.hovermode = "closest";
+  layout.barmode = "overlay";
+  layout.xaxis = { ...layout.xaxis, title: { text: "seconds" }, tickformat: "", dtick: undefined, range: undefined };
+  layout.yaxis = { ...layout.yaxis, type: "category", categoryorder: "array", categoryarray: names.reverse(), title: { text: "" } };
+  return [traces, layout];
+}
+
 const OPTIONS = { responsive: true, displaylogo: false, displayModeBar: false, plotlyServerURL: "" };
 
 /** All of them, wherever the page is scrolled to: a print and a screenshot have them, too. */
@@ -127,6 +150,10 @@ function showCharts() {
   if (data.spans.length) {
     place(at("lanes"), "Stage deployments over iterations", lanes);
     at("lanes").append(make("figcaption", { className: "quiet" }, "The colour changes where the stage deployment does."));
+  }
+  if (data.occupancy.spans.length) {
+    place(at("strip"), "Engines and ranks over time", strip);
+    at("strip").append(make("figcaption", { className: "quiet" }, "By the ledger of the last attempt. Thin bars are waits: point at one to see for whom."));
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   drawAll();

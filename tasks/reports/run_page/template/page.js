@@ -66,6 +66,15 @@ function showRun() {
     ], data.spans);
   }
   fillList(at("infeasible"), data.infeasible);
+  at("no-occupancy").hidden = data.occupancy.spans.length > 0;
+  if (data.occupancy.waits.length) {
+    fillTable(at("waits"), [
+      { title: "who", cell: (row) => row.lane },
+      { title: "waited for", cell: (row) => row.cause },
+      { title: "seconds", number: true, cell: (row) => row.seconds },
+      { title: "of the time, %", number: true, cell: (row) => row.share },
+    ], data.occupancy.waits);
+  }
   const trouble = data.failures.length + data.events.length + data.infeasible.length;
   at("no-failures").hidden = trouble > 0;
   if (data.failures.length) {

@@ -1,0 +1,383 @@
+"""Seconds of an iteration predicted from lengths and rates, for each schedule and placement.
+
+    python -m benchmarks.asynchronous --keep /tmp/runs
+    python -m benchmarks.schedule_model /tmp/runs/runs/*
+
+The model (`benchmarks.schedules`) plays sequences on engines and says what waits for which. Rates
+come from the synchronous runs among those given: seconds of a sampled token alone, of a turn (the
+environment with it), of each sequence beside, of a trained token, and of all that is no stage. A
+run is predicted from its lengths (tokens and turns of its kept episodes) and its schedule by the
+rates of the synchronous run of the same environment and engine; how fast the machine was in each
+iteration is told by its update, seconds for a token over the rate. Without arguments it makes four
+small runs of its own.
+
+Then the same model says what schedules gain from 2 to 1,024 GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.schedules import Engine, Speed, Stream, pinned, play
+from earl_core.config import RunConfig
+from earl_core.control.dealing import contiguous
+from earl_core.run.episodes import NAME, read_samples
+from earl_core.run.record import config_of_run, read_lines
+from tools.harness import REPOSITORY, Report, Row, median, parser, publish
+from tools.process_tree import train
+
+_FIRST = 2
+"""The first measured iteration; workers start in those before."""
+_STAGES = ("reward", "reference", "advantage", "update", "publish")
+
+
+@dataclass(frozen=True)
+class Played:
+    """An iteration of a run. groups: for each, (tokens, turns) of its episodes. wall: seconds from
+    the end of the iteration before. trained: tokens. stages: seconds."""
+
+    groups: list[list[tuple[int, int]]]
+    wall: float
+    trained: float
+    stages: dict[str, float]
+
+    @property
+    def learning(self) -> float:
+        """Seconds of the stages after the rollout."""
+        return sum(self.stages[name] for name in _STAGES)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of a token of a sequence alone, of a turn, what each sequence adds to the token of
+    all, of a trained token, of loading weights, and of an iteration outside of stages."""
+
+    token: float
+    turn: float
+    beside: float
+    trained: float
+    load: float
+    outside: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it was recorded. played: by iteration."""
+
+    name: str
+    config: RunConfig
+    played: list[Played]
+
+    @property
+    def staleness(self) -> int:
+        """In versions."""
+        return self.config.schedule.staleness
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Runs of a kind have rates in common: what is played, and the engine."""
+        return ", ".join(
+            each.played for each in self.config.played.values()
+        ), self.config.rollout.engine
+
+    @property
+    def schedule(self) -> str:
+        """For people."""
+        if not self.staleness:
+            return "synchronous"
+        return f"{self.config.schedule.mode} {self.staleness}, {self.config.stages.placement}"
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration."""
+        measured = [each.wall for each in self.played[_FIRST:]]
+        return sum(measured) / len(measured)
+
+
+def read_run(path: Path) -> Run:
+    """Read what a run has recorded of its iterations."""
+    config = config_of_run(path)
+    lines = {line["iteration"]: line for line in read_lines(path / "metrics.jsonl")}
+    played = []
+    for number in sorted(lines):
+        line = lines[number]
+        stages = {
+            name: float(line.get(f"{name}/stage_seconds", 0.0)) for name in ("rollout", *_STAGES)
+        }
+        stages["playing"] = float(line.get("rollout/seconds", 0.0))
+        wall = line["time"] - lines[number - 1]["time"] if number else 0.0
+        groups = _groups(path / "iterations" / f"{number:06d}" / NAME, config)
+        played.append(Played(groups, wall, line["update/tokens_trained"], stages))
+    return Run(path.name, config, played)
+
+
+def _groups(path: Path, config: RunConfig) -> list[list[tuple[int, int]]]:
+    table = read_samples(path, columns=["group_id", "turns", "loss_mask"])
+    tokens = [int(sum(row)) for row in table["loss_mask"].to_pylist()]
+    episodes: dict[int, tuple[int, int, int]] = {}
+    rows = zip(
+        table["episode_id"].to_pylist(),
+        table["group_id"].to_pylist(),
+        tokens,
+        table["turns"].to_pylist(),
+        strict=True,
+    )
+    for episode, group, sampled, turns in rows:
+        _, before, taken = episodes.get(episode, (group, 0, 0))
+        episodes[episode] = group, before + sampled, taken + turns
+    found: dict[int, list[tuple[int, int]]] = {}
+    for group, sampled, turns in episodes.values():
+        found.setdefault(group, []).append((sampled, turns))
+    return [found[group] for group in sorted(found)]
+
+
+def speeds(run: Run, rates: Rates) -> list[float]:
+    """How much longer than by the rates the machine took in each iteration, as its update tells; 1
+    where workers were still starting."""
+    return [
+        each.stages["update"] / each.trained / rates.trained if number >= _FIRST else 1.0
+        for number, each in enumerate(run.played)
+    ]
+
+
+def fit(run: Run) -> Rates:
+    """The rates of a synchronous run, by least squares: none is below 0."""
+    measured = run.played[_FIRST:]
+    trained = median([each.stages["update"] / each.trained for each in measured])
+    outside = median([each.wall - each.learning - each.stages["rollout"] for each in measured])
+    load = median([each.stages["rollout"] - each.stages["playing"] for each in measured])
+    draft = Rates(0, 0, 0, trained, load, outside)
+    features, seconds = [], []
+    for each, slower in zip(measured, speeds(run, draft)[_FIRST:], strict=True):
+        tokens, turns = zip(*itertools.chain(*each.groups), strict=True)
+        even = sum(tokens) / _engines(run.config)
+        features.append([slower * max(tokens), max(turns), slower * even])
+        seconds.append(each.stages["playing"])
+    best, solution = math.inf, np.zeros(3)
+    for chosen in itertools.chain(*(itertools.combinations(range(3), n) for n in (1, 2, 3))):
+        part = np.array(features)[:, chosen]
+        found, *_ = np.linalg.lstsq(part, np.array(seconds), rcond=None)
+        error = float(((part @ found - seconds) ** 2).sum())
+        if found.min() >= 0 and error < best:
+            best, solution = error, np.zeros(3)
+            solution[list(chosen)] = found
+    token, turn, beside = map(float, solution)
+    return Rates(token, turn, beside, trained, load, outside)
+
+
+def _engines(config: RunConfig) -> int:
+    return config.stages.rollout.replicas if config.stages.rollout else 1
+
+
+def predict(run: Run, rates: Rates, by_machine: bool) -> float:
+    """Seconds of an iteration of the run. by_machine: as fast as the machine was in each iteration,
+    else as fast as in the run that the rates are of."""
+    slower = speeds(run, rates) if by_machine else [1.0] * len(run.played)
+    work = [
+        [
+            [slow * rates.token * tokens + rates.turn * turns for tokens, turns in g]
+            for g in each.groups
+        ]
+        for each, slow in zip(run.played, slower, strict=True)
+    ]
+    sampled = sum(t for each in run.played for group in each.groups for t, _ in group)
+    alone = sum(itertools.chain(*itertools.chain(*work)))
+    running = run.config.rollout.max_running_requests
+    speed = Speed(rates.beside * sampled / max(alone, 1e-9), running)
+    training = [
+        slow * (rates.trained * each.trained + rates.outside)
+        for each, slow in zip(run.played, slower, strict=True)
+    ]
+    side_by_side = run.config.stages.placement != "colocated"
+    engines, staleness = _engines(run.config), run.staleness
+    if run.config.schedule.streams:
+        # Engines of vLLM hold twice as many, of which half wait for environments.
+        live = running * (1 if run.config.rollout.engine == "torch" else 2)
+        waits = [each + (0 if side_by_side else rates.load) for each in training]
+        all_engines = [Engine(speed) for _ in range(engines)]
+        stream = Stream(
+            [*itertools.chain(*work)], waits, staleness, side_by_side, live, all_engines
+        )
+        published = stream.run()
+    else:
+        rollouts = [
+            [
+                rates.load + play([*itertools.chain(*(groups[n] for n in part))], speed)
+                for part in contiguous(range(len(groups)), engines)
+            ]
+            for groups in work
+        ]
+        published = pinned(rollouts, training, staleness, side_by_side)
+    return (published[-1] - published[_FIRST - 1]) / (len(published) - _FIRST)
+
+
+_MODEL = 14e9
+_FLOPS, _BANDWIDTH, _USED, _MFU = 989e12, 3.35e12, 0.6, 0.4
+_TP = 2
+"""GPUs of an engine."""
+_PROMPTS, _GROUP_SIZE = 512, 8
+_SHARES = (0.25, 0.5, 0.75)
+"""Of the GPUs, that play where engines and learner have their own."""
+
+
+def scale(quick: bool) -> Iterator[Row]:
+    """A row for each number of GPUs."""
+    drawn = random.Random(1)
+    iterations = 6 if quick else 24
+    lengths = [
+        [
+            [min(16384, drawn.lognormvariate(math.log(1500), 0.8)) for _ in range(_GROUP_SIZE)]
+            for _ in range(_PROMPTS)
+        ]
+        for _ in range(iterations)
+    ]
+    for gpus in (2, 16, 128, 1024) if quick else [2**n for n in range(1, 11)]:
+        whole = _seconds(lengths, gpus, gpus, 0, side_by_side=False)
+        divided = {
+            s: min(
+                _seconds(lengths, played, gpus - played, s, side_by_side=True)
+                for played in {max(_TP, round(gpus * share / _TP) * _TP) for share in _SHARES}
+                if played < gpus
+            )
+            if gpus > _TP
+            else None
+            for s in (1, 2)
+        }
+        row: Row = {"run": f"{gpus:,} GPUs", "schedule": "synchronous", "predicted": whole}
+        for s, seconds in divided.items():
+            row[f"pinned {s}, separate"] = whole / seconds if seconds else None
+        for s in (1, 2, 4):
+            seconds = _seconds(lengths, gpus, gpus, s, side_by_side=False, stream=True)
+            row[f"stream {s}, colocated"] = whole / seconds
+        yield row
+
+
+def _seconds(
+    lengths: Sequence[Sequence[Sequence[float]]],
+    playing: int,
+    learning: int,
+    staleness: int,
+    side_by_side: bool,
+    stream: bool = False,
+) -> float:
+    """Seconds of an iteration, the first and the last included. playing, learning: GPUs."""
+    step = 2 * _MODEL / (_TP * _BANDWIDTH * _USED)
+    compute = 2 * _MODEL / (_TP * _FLOPS * _MFU)
+    speed = Speed(compute / step, 256)
+    engines = playing // _TP
+    rate = 6 * _MODEL / (learning * _FLOPS * _MFU)
+    training = [rate * sum(map(sum, each)) for each in lengths]
+    work = [[[step * tokens for tokens in group] for group in each] for each in lengths]
+    if stream:
+        groups = [*itertools.chain(*work)]
+        made = [Engine(speed) for _ in range(engines)]
+        published = Stream(groups, training, staleness, side_by_side, 256, made).run()
+    else:
+        rollouts = [
+            [
+                play([*itertools.chain(*(each[n] for n in part))], speed)
+                for part in contiguous(range(len(each)), engines)
+            ]
+            for each in work
+        ]
+        published = pinned(rollouts, training, staleness, side_by_side)
+    return published[-1] / len(published)
+
+
+_OWN = {
+    "synchronous": (),
+    "pinned-1": ("schedule.staleness=1", "stages.placement=shared"),
+    "stream-1": ("schedule.staleness=1", "schedule.mode=stream"),
+    "stream-2": ("schedule.staleness=2", "schedule.mode=stream"),
+}
+"""Runs of its own, by what they add to the first."""
+
+
+def own_runs(scratch: Path, quick: bool) -> list[Path]:
+    """Make the runs of `_OWN`: long-tailed episodes on the torch engine."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    for name, settings in _OWN.items():
+        common = [
+            f"name={name}",
+            f"runs_directory={scratch / 'runs'}",
+            f"model.path={scratch / 'model'}",
+            f"iterations={_FIRST + (4 if quick else 8)}",
+            "environment={name: benchmarks.asynchronous:LongTail}",
+            "algorithm.importance_correction={}",
+            "rollout.prompts_per_iteration=8",
+            "rollout.max_running_requests=64",
+            "rollout.max_turns=100",
+            "rollout.max_tokens_per_turn=16",
+            "rollout.threads=1",
+            "update.threads=1",
+            "evaluation.every=0",
+            "tracking.enabled=false",
+        ]
+        environment = {"PYTHONPATH": str(REPOSITORY)}
+        train(
+            "tictactoe_tiny",
+            [*common, *settings],
+            scratch,
+            log=f"{name}.log",
+            environment=environment,
+        )
+    return [scratch / "runs" / name for name in _OWN]
+
+
+def main() -> None:
+    options = _options()
+    report = Report("schedule_model", "Seconds of an iteration, predicted from lengths and rates")
+    with tempfile.TemporaryDirectory(prefix="earl-schedule-model-") as name:
+        paths = options.runs or own_runs((options.keep or Path(name)).resolve(), options.quick)
+        runs = [read_run(path) for path in paths]
+    rates = {run.kind: fit(run) for run in runs if not run.staleness}
+    errors, alone = [], []
+    for run in runs:
+        found = rates.get(run.kind)
+        if found is None:
+            report.notes.append(f"{run.name} is not predicted: no synchronous run is of its kind")
+            continue
+        row: Row = {"run": run.name, "schedule": run.schedule, "seconds": run.seconds}
+        row["predicted"] = predict(run, found, by_machine=True)
+        row["error"] = abs(row["predicted"] / run.seconds - 1)
+        row["by rates alone"] = predict(run, found, by_machine=False)
+        errors.append(row["error"])
+        alone.append(abs(row["by rates alone"] / run.seconds - 1))
+        report.rows.append(row)
+    report.rows += scale(options.quick)
+    if errors:
+        report.headline["schedule_model_error"] = max(errors)
+        report.headline["error_by_rates_alone"] = max(alone)
+    report.notes += [
+        "`predicted` takes the update's seconds for a token from each iteration of the run itself, "
+        "and the engine's as much above its rate, because the machine was not equally fast in all "
+        "runs; `by rates alone` takes all from the synchronous run. schedule_model_error is the "
+        "greatest error of `predicted`, that of the synchronous runs included.",
+        f"GPUs: a model of {_MODEL / 1e9:.0f}e9 parameters on H100s by data sheet ({_USED:.0%} of "
+        f"the bandwidth, {_MFU:.0%} of the operations), {_TP} GPUs an engine, {_PROMPTS} prompts "
+        f"of {_GROUP_SIZE} episodes an iteration whatever their number, log-normal lengths (median "
+        "1,500 tokens, spread 0.8). Columns are speeds over the synchronous schedule; under "
+        "`separate` the better of a quarter, a half and three quarters of the GPUs play. Loading "
+        "weights and collectives cost nothing there.",
+    ]
+    publish(report, options)
+
+
+def _options() -> argparse.Namespace:
+    made = parser(__doc__ or "")
+    made.add_argument("runs", nargs="*", type=Path, help="directories of runs")
+    made.add_argument("--keep", type=Path, help="leave the runs of its own in this directory")
+    return made.parse_args()
+
+
+if __name__ == "__main__":
+    main()
