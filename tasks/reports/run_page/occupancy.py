@@ -13,6 +13,7 @@ from tasks.reports.run_page.records import Line
 
 MOST_ITERATIONS = 60
 """The last ones are shown: spans of more are too narrow to see."""
+_MOST_SPANS = 2000
 _LEAST_WAIT = 0.05
 """Seconds; what is shorter is the flow's own time."""
 _PLAYED = re.compile(r"engine (\d+) played .* in ([\d.]+) s")
@@ -39,7 +40,8 @@ class Busy:
 
 @dataclass(frozen=True)
 class Wait:
-    """Time between two things that an engine or ranks did. cause: what ended last before it."""
+    """Time between two things that an engine or ranks did. cause: what took the longest part of it,
+    of what had ended before the second."""
 
     lane: str
     begin: float
@@ -57,7 +59,7 @@ class Wait:
 def occupancy(ledger: Sequence[Line], plans: Sequence[DeploymentPlan]) -> dict[str, Any]:
     """`spans`, for each its `lane`, `begin` and `length` in seconds from the first, `stage` (empty:
     a wait) and `text`; and `waits`: `lane`, `cause`, `seconds`, `share` of the time shown."""
-    busy = sorted(_busy(ledger, plans), key=lambda each: (each.begin, each.end))
+    busy = sorted(_busy(ledger, plans), key=lambda each: (each.begin, each.end))[-_MOST_SPANS:]
     if not busy:
         return {"spans": [], "waits": []}
     first, last = busy[0].begin, max(each.end for each in busy)
@@ -140,16 +142,16 @@ def _lane(stage: str, ranks: int) -> str:
 
 
 def _waits(busy: Sequence[Busy]) -> Iterator[Wait]:
-    """Gaps of each lane; the cause is what has ended last in a gap, on another lane."""
+    """Gaps of each lane."""
     free: dict[str, float] = {}
     for each in busy:
         since = free.get(each.lane)
         if since is not None and each.begin - since >= _LEAST_WAIT:
-            ends = [
-                other
+            parts = [
+                (min(other.end, each.begin) - max(other.begin, since), other.end, other)
                 for other in busy
                 if other.lane != each.lane and since < other.end <= each.begin + _LEAST_WAIT
             ]
-            cause = max(ends, key=lambda other: other.end, default=None)
-            yield Wait(each.lane, since, each.begin, cause)
+            longest = max(parts, key=lambda part: part[:2], default=None)
+            yield Wait(each.lane, since, each.begin, longest and longest[2])
         free[each.lane] = max(each.end, since or 0.0)
