@@ -123,6 +123,8 @@ def test_a_real_run_is_read(
     assert {*wanted, "Memory of update", "Mismatch of rollout and update"} <= {*titles}
     assert all(reader.texts("#charts .ytitle")), "every axis says its unit"
     assert "as configured" in reader.text("#spans")
+    assert {"engine 0", "2 update ranks"} <= {*reader.texts("#strip .ytick")}
+    assert "2 update ranks" in reader.text("#waits"), "they wait for the second rollout"
     assert "iterations: 2" in reader.text("#settings")
     assert "earl train" in reader.text("#commands")
 
