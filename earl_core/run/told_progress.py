@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from earl_core.system.files import read_file, write_atomic
+
 Listener = Callable[[str, int, dict[str, Any]], None]
 """Of a stage, an iteration and an event."""
 NAME = "progress.json"
@@ -22,7 +24,7 @@ _MOST = 16
 class ToldProgress:
     """Passes events on, and writes down of those that count how much is done.
 
-    The file is lost without harm: it is not synced, and one that cannot be written is left out.
+    The file is lost without harm: one that cannot be written is left out.
     """
 
     def __init__(self, run: Path, listener: Listener) -> None:
@@ -46,16 +48,14 @@ class ToldProgress:
                 self._write()
 
     def _write(self) -> None:
-        aside = self._path.with_name(f".{NAME}.tmp")
-        aside.write_text(json.dumps(self._shares), encoding="utf-8")
-        aside.replace(self._path)
+        write_atomic(self._path, json.dumps(self._shares).encode())
         self._written = time.monotonic()
 
 
 def told_share(run: Path, iteration: int, stage: str) -> float | None:
     """How much of a stage was done when it was last told; None where it was not."""
     try:
-        shares = json.loads((run / NAME).read_text(encoding="utf-8"))
+        shares = json.loads(read_file(run / NAME))
         share = float(shares[f"{iteration}: {stage}"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
