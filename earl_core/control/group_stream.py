@@ -3,8 +3,8 @@ order (`schedule.mode: stream`).
 
 Batch k is groups k * B to (k + 1) * B - 1. An engine that plays policy version v is given groups
 below (v + staleness + 1) * B, so that no token is older than that when its batch is trained. What
-is admitted and playing is known here only: whoever goes on with the run plays anew what no line of
-the journal names.
+is admitted and playing is known here only: whoever goes on with the run plays what no line of the
+journal names, from where it was parked, or anew.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from earl_core.control.batch_tally import BatchTally
 from earl_core.control.failure_diagnosis import loss_of
 from earl_core.control.group_admission import admitted
 from earl_core.control.group_draws import GroupDraws
+from earl_core.control.interrupted_groups import InterruptedGroups
 from earl_core.control.streamed_engine import StreamedEngine
 from earl_core.control.worker_groups import Progress, WorkerGroups
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -62,6 +63,7 @@ class GroupStream:
         self._deployment: StageDeployment | None = None
         self._newest: Manifest | None = None
         self._draws = GroupDraws(run)
+        self._interrupted = InterruptedGroups(run, self._batches)
         rollout = run.config.rollout
         self._tally = BatchTally(rollout.prompts_per_iteration * rollout.group_size)
         clock = os.environ.get(CLOCK)
@@ -84,6 +86,7 @@ class GroupStream:
         with self._changed:
             self._batches.settle(iteration)
             self._draws.settle(iteration)
+            self._interrupted.settle()
             self._tally.settle(self._batches.of(iteration))
             self._beyond = 0
             self._iteration, self._newest, self._deployment = iteration, weights, deployment
@@ -112,13 +115,14 @@ class GroupStream:
             return min(newest, carried(self._newest), *wanted)
 
     def close(self) -> None:
-        """Have the threads end, before the groups do; what is playing is played anew by whoever
-        goes on. Calls that take longer are cut off with their groups."""
+        """Have the threads end, before the groups do, which park what is playing for whoever goes
+        on. Calls that take longer are cut off with their groups."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
+        self._interrupted.settle()
 
     def _raise_error(self, ahead: bool = False) -> None:
         """Raise what has ended an engine's work, once, when the others have ended too. ahead: it
@@ -233,7 +237,10 @@ class GroupStream:
                 engine.room = int(found["room"])
                 self._tally.probed(found["probe"])
         if groups := self._admitted(engine):
-            engine.room = int(self._call(engine, "admit", groups=groups)["room"])
+            found = self._call(engine, "admit", groups=groups)
+            engine.room = int(found["room"])
+            with self._changed:
+                self._interrupted.resumed += len(found["resumed"])
         if engine.playing:
             slices = None if self._clock is None else 1
             found = self._call(engine, "finished", seconds=_WAIT_SECONDS, slices=slices)
@@ -242,15 +249,22 @@ class GroupStream:
             with self._changed:
                 self._changed.wait(_WAIT_SECONDS)
 
-    def _admitted(self, engine: StreamedEngine) -> list[tuple[int, str, int]]:
-        """The groups that the engine begins now: their numbers, an environment's label and its
-        prompt. They are playing from now on."""
+    def _admitted(self, engine: StreamedEngine) -> list[dict[str, Any]]:
+        """The groups that the engine begins now, or goes on with, as `GroupWorker.admit` has them.
+        They are playing from now on."""
         first = self._iteration * self._config.rollout.prompts_per_iteration
         with self._changed:
             engines = self._engines.values()
             chosen = admitted(self._config, self._batches, engines, engine, first, self._until)
             engine.playing.update(chosen)
-            return [(group, *self._draws.of(group)) for group in chosen]
+            parked = self._interrupted.taken(chosen, engine.version or 0, self._iteration)
+            given = []
+            for group in chosen:
+                label, prompt = self._draws.of(group)
+                key = self._batches.key(self._batch_of(group))
+                each = {"group": group, "environment": label, "prompt": prompt, "key": key}
+                given.append({**each, "parked": group in parked})
+            return given
 
     def _take(self, engine: StreamedEngine, found: dict[str, Any]) -> None:
         sealed = [
@@ -268,6 +282,7 @@ class GroupStream:
         for each in sealed:
             fault_points.point(f"group.taken{each.group}", self._batch_of(each.group))
         with self._changed:
+            self._interrupted.unlike(found["anew"], self._iteration)
             self._batches.seal(sealed)
             now = [each for each in sealed if self._batch_of(each.group) == self._iteration]
             self._tally.took(sealed, now)
@@ -285,18 +300,13 @@ class GroupStream:
         return str(self._run.manifest(*versions.publication(version)).outputs["digest"])
 
     def _forget(self, engine: StreamedEngine) -> None:
-        """What the engine was playing is played anew."""
+        """What the engine was playing is to be admitted again."""
         self._lose(engine, set(engine.playing))
         engine.group, engine.version = None, None
 
     def _lose(self, engine: StreamedEngine, groups: set[int]) -> None:
-        """Some of the groups that the engine was given are played anew."""
-        if groups:
-            listed = ", ".join(map(str, sorted(groups)))
-            text = f"engine {engine.member} is not what it was: groups {listed} are played anew"
-            logger.warning("%s", text)
-            self._run.note(self._iteration, "collect", text)
-        self._batches.anew += len(groups)
+        """Some of the groups that the engine was given are to be admitted again."""
+        self._interrupted.add(groups)
         engine.playing -= groups
 
     def _call(self, engine: StreamedEngine, method: str, **arguments: Any) -> dict[str, Any]:
@@ -326,6 +336,7 @@ class GroupStream:
             raise
         versions = {v: digest for group in groups for v, digest in group.versions.items()}
         anew, self._batches.anew = self._batches.anew, 0
+        resumed, self._interrupted.resumed = self._interrupted.resumed, 0
         outputs: dict[str, Any] = {
             **self._draws.outputs(iteration),
             "groups": [groups[0].group, groups[-1].group + 1],
@@ -341,5 +352,6 @@ class GroupStream:
                 "replicas": float(deployment.replicas),
                 "groups_carried": float(carried_over),
                 "groups_anew": float(anew),
+                "groups_resumed": float(resumed),
             },
         }

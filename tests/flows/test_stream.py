@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -60,6 +61,51 @@ def assert_once_and_young(run: Path, staleness: int, iterations: int) -> np.ndar
     return np.concatenate(ages)
 
 
+def parked_answers(run: Path) -> dict[int, dict[int, list[list[int]]]]:
+    """Of each parked group and each of its episodes the sampled tokens and their versions."""
+    groups = {}
+    for path in (run / "parked").iterdir():
+        found = json.loads(path.read_bytes()[32:])
+        groups[found["group"]] = {
+            int(episode): [
+                [value for turn in _turns(record) for value in values(turn)]
+                for values in (_tokens, _versions)
+            ]
+            for episode, record in found["episodes"].items()
+        }
+    return groups
+
+
+def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*record["turns"], *([record["open"]] if record["open"] else [])]
+
+
+def _tokens(turn: dict[str, Any]) -> list[int]:
+    tokens: list[int] = turn["tokens"]
+    return tokens
+
+
+def _versions(turn: dict[str, Any]) -> list[int]:
+    return [version for version, first, end in turn["spans"] for _ in range(first, end)]
+
+
+def assert_taken_up(
+    run: Path, parked: dict[int, dict[int, list[list[int]]]], iteration: int
+) -> None:
+    """The episodes of these groups begin with what is parked of them, and later tokens are of
+    weights that the iteration or a later one trains."""
+    for group, episodes in parked.items():
+        path = run / "iterations" / f"{group // BATCH:06d}" / "episodes.parquet"
+        rows = {row["episode_id"]: row for row in pq.read_table(path).to_pylist()}
+        for episode, (tokens, versions) in episodes.items():
+            row = rows[episode]
+            mask = np.array(row["loss_mask"]) == 1
+            count, named = len(tokens), np.array(row["token_versions"])[mask]
+            assert np.array(row["tokens"])[mask][:count].tolist() == tokens
+            assert named[:count].tolist() == versions
+            assert (named[count:] >= iteration).all()
+
+
 def train(runs: Runs, *overrides: str, alone: bool = False) -> None:
     """Train in this process, without Prefect. alone: one iteration, as if it was scheduled by
     itself."""
@@ -77,22 +123,28 @@ def test_unfinished_groups_go_on_under_new_weights_and_are_trained_once(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the run was stopped between the seal of a group and its line, and without shared
-    memory after that."""
+    memory after that. What it stopped in order has parked goes on at the next token."""
     asked = stream(2, 6)
     for fault in ("group.taken5@1", "update.step0@2"):
         monkeypatch.setenv("EARL_FAULT", f"{fault}=raise")
         with pytest.raises(Exception, match=fault):
             train(runs, *asked)
     monkeypatch.delenv("EARL_FAULT")
+    parked = parked_answers(runs.run())
     shutil.rmtree(runs.directory / "shm")
     train(runs, *asked, alone=True)
     sealed = GroupJournal(runs.run()).since(0).values()
     assert max(each.group for each in sealed if each.tally) == 3 * BATCH - 1
     train(runs, *asked)
+    assert parked
+    assert_taken_up(runs.run(), parked, 2)
+    assert not os.listdir(runs.run() / "parked")
     runs.assert_learnt()
     assert set(assert_once_and_young(runs.run(), 2, 6).tolist()) == {0, 1, 2}
     lines = {int(line["iteration"]): line for line in runs.metrics()}
     assert [lines[k]["rollout/groups_carried"] > 0 for k in (3, 4, 5)] == [False, True, True]
+    resumed = [line["rollout/groups_resumed"] for line in lines.values()]
+    assert sum(resumed[2:]) == len(parked)
     # The long group of the last batch began two iterations before.
     rows = pq.read_table(runs.run() / "iterations/000005/episodes.parquet").to_pylist()
     assert {3, 5} <= {v for row in rows if row["group_id"] == 20 for v in row["token_versions"]}
@@ -114,7 +166,7 @@ def test_under_a_clock_a_stream_repeats_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_what_an_engine_was_playing_that_was_ended_aside_is_played_anew(
+def test_what_an_engine_was_playing_that_was_ended_aside_goes_on(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory cannot be restored, which ends it and is no error of a stage."""
@@ -131,7 +183,8 @@ def test_what_an_engine_was_playing_that_was_ended_aside_is_played_anew(
     monkeypatch.setenv("EARL_CLOCK", "0")
     train(runs, *stream(2, 6))
     assert_once_and_young(runs.run(), 2, 6)
-    assert sum(line["rollout/groups_anew"] for line in runs.metrics()) > 0
+    assert sum(line["rollout/groups_resumed"] for line in runs.metrics()) > 0
+    assert sum(line["rollout/groups_anew"] for line in runs.metrics()) == 0
 
 
 @pytest.mark.slow
