@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 from earl_core.config import load_config
 from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.rollout.errors import EngineLost
 from earl_core.run.group_journal import GroupJournal
 from flows.debug import Debugged, opened_here
 from tests.flows.runs import KILLED, Runs
@@ -188,32 +190,43 @@ def test_what_an_engine_was_playing_that_was_ended_aside_goes_on(
 
 
 @pytest.mark.slow
-def test_an_error_of_an_engine_that_plays_ahead_is_raised_by_the_next_collect(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [RuntimeError, EngineLost])
+def test_what_ends_an_engine_that_plays_ahead_is_known_to_the_next_collect(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    """Its own, whether or not the batch is complete; the run goes on when it is begun again."""
-    broken, raised = threading.Event(), threading.Event()
+    """An error is raised as it is, whether or not the batch is complete; the run goes on when it is
+    begun again. A loss is noted and costs no repeat, of which there is none."""
+    raised, collected = threading.Event(), runs.run() / "iterations/000000/collect.json"
 
     async def generate(engine: TorchEngine, requests: Sequence[GenerationRequest]) -> object:
-        if broken.is_set():
-            raised.set()
-            raise RuntimeError("the device fell over")
+        ahead = all(each.sequence_id >= BATCH * SIZE for each in requests)
+        for _ in range(50 if ahead and not raised.is_set() else 0):
+            if collected.exists():
+                raised.set()
+                raise kind("the device fell over")
+            await asyncio.sleep(0.01)
         return await generating(engine, requests)
 
     generating = TorchEngine.generate
     monkeypatch.setattr(TorchEngine, "generate", generate)
     options = {**LENGTHS, "options": {"every": 1, "long": 6, "seconds": 0.01}}
     asked = *stream(1, 3), "stages.placement=shared", f"environment={json.dumps(options)}"
-    config = load_config(str(runs.config), list(asked))
+    config = load_config(str(runs.config), [*asked, "deadlines.repeats=0"])
     with opened_here(config, lambda *_: None) as controller:
         Debugged(controller, 0).whole()
-        broken.set()
         assert raised.wait(60)
-        with pytest.raises(Exception, match="the device fell over"):
+        if kind is EngineLost:
             Debugged(controller, 1).whole()
-    broken.clear()
+        else:
+            with pytest.raises(Exception, match="the device fell over"):
+                Debugged(controller, 1).whole()
     train(runs, *asked)
     assert_once_and_young(runs.run(), 1, 3)
+    told = [line["event"] for line in runs.ledger() if "played ahead was lost" in line["event"]]
+    assert len(told) == (kind is EngineLost)
+    if kind is EngineLost:
+        line = runs.metrics()[1]
+        assert line["rollout/groups_resumed"] + line["rollout/groups_anew"] > 0
 
 
 def faults(seed: int) -> list[str]:
