@@ -270,6 +270,22 @@ def test_after_a_kill_of_the_controller_each_group_is_trained_once(runs: Runs) -
     killed_at(runs, "run", ["collect.seal@1"], "shared")
 
 
+@pytest.mark.slow
+def test_processes_that_are_told_to_end_park_what_they_play(runs: Runs) -> None:
+    """While both engines play on for the next batch."""
+    engines = "stages={placement: shared, rollout: {replicas: 2}}"
+    options = {**LENGTHS, "options": {"every": 1, "long": 30, "seconds": 0.01}}
+    asked = (*stream(1, 3), engines, f"environment={json.dumps(options)}")
+    runs.train(*asked, fault="update.before@1=raise", expect=1)
+    parked = parked_answers(runs.run())
+    assert len(parked) > 1
+    runs.train(*asked)
+    assert_once_and_young(runs.run(), 1, 3)
+    assert_taken_up(runs.run(), parked, 1)
+    assert sum(line["rollout/groups_resumed"] for line in runs.metrics()) >= len(parked)
+    assert not os.listdir(runs.run() / "parked")
+
+
 @pytest.mark.campaign
 def test_a_hundred_kills_lose_and_repeat_no_group(runs: Runs) -> None:
     for seed in range(20):
