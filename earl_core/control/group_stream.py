@@ -3,8 +3,8 @@ order (`schedule.mode: stream`).
 
 Batch k is groups k * B to (k + 1) * B - 1. An engine that plays policy version v is given groups
 below (v + staleness + 1) * B, so that no token is older than that when its batch is trained. What
-is admitted and playing is known here only: whoever goes on with the run plays anew what no line of
-the journal names.
+is admitted and playing is known here only: whoever goes on with the run plays what no line of the
+journal names, from where it was parked, or anew.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from earl_core.cluster.errors import WorkerLost
+from earl_core.control.batch_tally import BatchTally
 from earl_core.control.failure_diagnosis import loss_of
+from earl_core.control.group_admission import admitted
 from earl_core.control.group_draws import GroupDraws
+from earl_core.control.interrupted_groups import InterruptedGroups
 from earl_core.control.streamed_engine import StreamedEngine
 from earl_core.control.worker_groups import Progress, WorkerGroups
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.rollout_stats import RolloutStats, merge
 from earl_core.run import RunDirectory
 from earl_core.run.group_batches import GroupBatches
 from earl_core.run.group_journal import SealedGroup
@@ -62,11 +62,10 @@ class GroupStream:
         self._iteration, self._until, self._goes_ahead = 0, 0, False
         self._deployment: StageDeployment | None = None
         self._newest: Manifest | None = None
-        self._probe: dict[str, float] = {}
-        self._lost = self._tokens = 0
         self._draws = GroupDraws(run)
-        self._tally = RolloutStats()
-        self._since: float | None = None
+        self._interrupted = InterruptedGroups(run, self._batches)
+        rollout = run.config.rollout
+        self._tally = BatchTally(rollout.prompts_per_iteration * rollout.group_size)
         clock = os.environ.get(CLOCK)
         self._clock = None if clock is None else int(clock)
         self._beyond = 0
@@ -81,15 +80,15 @@ class GroupStream:
         ended an engine's work, and `RolloutFailed` where too many episodes of the batch failed;
         groups with failures are then to be played anew.
         """
-        # Of engines that play on meanwhile a batch's time begins at the end of the one before.
-        self._since = self._since or time.monotonic()
+        self._tally.begin()
         self._wait_for_clock()
         self._raise_error(ahead=True)
         with self._changed:
             self._batches.settle(iteration)
             self._draws.settle(iteration)
-            self._tally = _merged(self._batches.of(iteration))
-            self._beyond, self._probe = 0, {}
+            self._interrupted.settle()
+            self._tally.settle(self._batches.of(iteration))
+            self._beyond = 0
             self._iteration, self._newest, self._deployment = iteration, weights, deployment
             last = iteration + 1 if alone else self._config.iterations
             self._until = last * self._config.rollout.prompts_per_iteration
@@ -105,9 +104,7 @@ class GroupStream:
         self._raise_error()
         if not self._is_decided():
             raise Cancelled("the run was asked to stop")
-        now = time.monotonic()
-        seconds, self._since = now - self._since, now if self._goes_ahead else None
-        return self._result(deployment, iteration, seconds, carried_over)
+        return self._result(deployment, iteration, carried_over)
 
     def oldest(self, newest: int) -> int:
         """The oldest version up to this one whose weights an engine may yet load."""
@@ -118,13 +115,14 @@ class GroupStream:
             return min(newest, carried(self._newest), *wanted)
 
     def close(self) -> None:
-        """Have the threads end, before the groups do; what is playing is played anew by whoever
-        goes on. Calls that take longer are cut off with their groups."""
+        """Have the threads end, before the groups do, which park what is playing for whoever goes
+        on. Calls that take longer are cut off with their groups."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
+        self._interrupted.settle()
 
     def _raise_error(self, ahead: bool = False) -> None:
         """Raise what has ended an engine's work, once, when the others have ended too. ahead: it
@@ -204,7 +202,7 @@ class GroupStream:
             with self._changed:
                 for engine in engines:
                     self._forget(engine)
-                self._lost += isinstance(error, WorkerLost)
+                self._tally.lost += isinstance(error, WorkerLost)
                 if self._error is None:
                     self._error = error
                 self._changed.notify_all()
@@ -237,12 +235,12 @@ class GroupStream:
                 self._lose(engine, engine.playing - set(found["playing"]))
                 engine.version, engine.digest = wanted
                 engine.room = int(found["room"])
-                worst = self._probe
-                worst |= {n: max(each, worst.get(n, each)) for n, each in found["probe"].items()}
-        with self._changed:
-            admitted = self._admitted(engine)
-        if admitted:
-            engine.room = int(self._call(engine, "admit", groups=self._drawn(admitted))["room"])
+                self._tally.probed(found["probe"])
+        if groups := self._admitted(engine):
+            found = self._call(engine, "admit", groups=groups)
+            engine.room = int(found["room"])
+            with self._changed:
+                self._interrupted.resumed += len(found["resumed"])
         if engine.playing:
             slices = None if self._clock is None else 1
             found = self._call(engine, "finished", seconds=_WAIT_SECONDS, slices=slices)
@@ -251,32 +249,22 @@ class GroupStream:
             with self._changed:
                 self._changed.wait(_WAIT_SECONDS)
 
-    def _admitted(self, engine: StreamedEngine) -> list[int]:
-        """The next groups that the engine may begin, in order; they are playing from now on.
-        Engines have even parts of what there is to play."""
-        rollout, version = self._config.rollout, engine.version or 0
-        size = rollout.group_size
-        ahead = version + self._config.schedule.staleness + 1
-        bound = min(ahead * rollout.prompts_per_iteration, self._until)
-        playing = set().union(*(each.playing for each in self._engines.values()))
-        first = self._iteration * rollout.prompts_per_iteration
-        open_ = [g for g in range(first, bound) if g not in playing and g not in self._batches]
-        part = -(-(len(open_) + len(playing)) // len(self._engines))
-        chosen: list[int] = []
-        room = engine.room
-        for group in open_:
-            fits = room >= size or not (engine.playing or chosen)
-            if not fits or len(engine.playing) + len(chosen) >= part:
-                break
-            chosen.append(group)
-            room -= size
-        engine.playing.update(chosen)
-        return chosen
-
-    def _drawn(self, groups: Sequence[int]) -> list[tuple[int, str, int]]:
-        """What groups play: their numbers, an environment's label and its prompt."""
+    def _admitted(self, engine: StreamedEngine) -> list[dict[str, Any]]:
+        """The groups that the engine begins now, or goes on with, as `GroupWorker.admit` has them.
+        They are playing from now on."""
+        first = self._iteration * self._config.rollout.prompts_per_iteration
         with self._changed:
-            return [(group, *self._draws.of(group)) for group in groups]
+            engines = self._engines.values()
+            chosen = admitted(self._config, self._batches, engines, engine, first, self._until)
+            engine.playing.update(chosen)
+            parked = self._interrupted.taken(chosen, engine.version or 0, self._iteration)
+            given = []
+            for group in chosen:
+                label, prompt = self._draws.of(group)
+                key = self._batches.key(self._batch_of(group))
+                each = {"group": group, "environment": label, "prompt": prompt, "key": key}
+                given.append({**each, "parked": group in parked})
+            return given
 
     def _take(self, engine: StreamedEngine, found: dict[str, Any]) -> None:
         sealed = [
@@ -294,15 +282,15 @@ class GroupStream:
         for each in sealed:
             fault_points.point(f"group.taken{each.group}", self._batch_of(each.group))
         with self._changed:
+            self._interrupted.unlike(found["anew"], self._iteration)
             self._batches.seal(sealed)
-            self._tokens += _merged(sealed).load.generated_tokens
             now = [each for each in sealed if self._batch_of(each.group) == self._iteration]
-            self._tally = merge([[self._tally, _merged(now)]])
+            self._tally.took(sealed, now)
             engine.room = int(found["room"])
             engine.playing.difference_update(each.group for each in sealed)
             self._changed.notify_all()
         if sealed:
-            self._tell("collect", self._iteration, self._progress())
+            self._tell("collect", self._iteration, self._tally.progress(len(self._engines)))
 
     def _batch_of(self, group: int) -> int:
         return group // self._config.rollout.prompts_per_iteration
@@ -312,18 +300,13 @@ class GroupStream:
         return str(self._run.manifest(*versions.publication(version)).outputs["digest"])
 
     def _forget(self, engine: StreamedEngine) -> None:
-        """What the engine was playing is played anew."""
+        """What the engine was playing is to be admitted again."""
         self._lose(engine, set(engine.playing))
         engine.group, engine.version = None, None
 
     def _lose(self, engine: StreamedEngine, groups: set[int]) -> None:
-        """Some of the groups that the engine was given are played anew."""
-        if groups:
-            listed = ", ".join(map(str, sorted(groups)))
-            text = f"engine {engine.member} is not what it was: groups {listed} are played anew"
-            logger.warning("%s", text)
-            self._run.note(self._iteration, "collect", text)
-        self._batches.anew += len(groups)
+        """Some of the groups that the engine was given are to be admitted again."""
+        self._interrupted.add(groups)
         engine.playing -= groups
 
     def _call(self, engine: StreamedEngine, method: str, **arguments: Any) -> dict[str, Any]:
@@ -339,29 +322,13 @@ class GroupStream:
         engine.peak = max(engine.peak, sum(use.tree_peak_bytes for use in engine.group.memory))
         return results[0]
 
-    def _progress(self) -> dict[str, Any]:
-        tally, rollout = self._tally, self._config.rollout
-        seconds = 0.0 if self._since is None else time.monotonic() - self._since
-        return {
-            "episodes_done": tally.episodes + tally.failed,
-            "episodes": rollout.prompts_per_iteration * rollout.group_size,
-            "tokens_per_second": tally.load.generated_tokens / seconds if seconds else 0.0,
-            "return": tally.returns.mean,
-            "engines": len(self._engines),
-        }
-
     def _result(
-        self, deployment: StageDeployment, iteration: int, seconds: float, carried_over: int
+        self, deployment: StageDeployment, iteration: int, carried_over: int
     ) -> dict[str, Any]:
         groups = self._batches.of(iteration)
-        tally = _merged(groups)
-        # A group's own seconds pass side by side with those of others, and its tokens may be of an
-        # earlier iteration's time.
-        load = replace(tally.load, seconds=seconds, generated_tokens=self._tokens)
-        self._tokens = 0
-        tally = tally.model_copy(update={"load": load})
+        stats = self._tally.end(groups, self._goes_ahead)
         try:
-            rollout_stats.check_failures(tally, self._config.rollout.max_failed_share)
+            rollout_stats.check_failures(stats, self._config.rollout.max_failed_share)
         except Exception:
             # What broke them may have broken groups of later batches, too.
             self._end_threads()
@@ -369,31 +336,22 @@ class GroupStream:
             raise
         versions = {v: digest for group in groups for v, digest in group.versions.items()}
         anew, self._batches.anew = self._batches.anew, 0
-        lost, self._lost = self._lost, 0
-        peak = sum(each.peak for each in self._engines.values())
-        for each in self._engines.values():
-            each.peak = 0.0
+        resumed, self._interrupted.resumed = self._interrupted.resumed, 0
         outputs: dict[str, Any] = {
             **self._draws.outputs(iteration),
             "groups": [groups[0].group, groups[-1].group + 1],
             "versions": {str(version): versions[version] for version in sorted(versions)},
         }
-        if tally.failures:
-            outputs["failures"] = redact_tree(tally.failures)
+        if stats.failures:
+            outputs["failures"] = redact_tree(stats.failures)
         return {
             "shards": [entry.model_dump(mode="json") for entry in self._batches.entries(iteration)],
             "outputs": outputs,
             "metrics": {
-                **rollout_stats.rollout_metrics(tally),
-                **self._probe,
+                **self._tally.metrics(stats, self._engines.values()),
                 "replicas": float(deployment.replicas),
                 "groups_carried": float(carried_over),
                 "groups_anew": float(anew),
-                "replicas_lost": float(lost),
-                "peak_bytes": float(peak),
+                "groups_resumed": float(resumed),
             },
         }
-
-
-def _merged(groups: Sequence[SealedGroup]) -> RolloutStats:
-    return merge([[RolloutStats.model_validate(each.tally) for each in groups]])

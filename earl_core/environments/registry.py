@@ -31,6 +31,14 @@ BUILT_IN: dict[str, str] = {
 }
 
 
+def can_replay(made: object, configured: bool, mcp: Sequence[Any]) -> bool:
+    """Tell whether an environment's episodes can be played again from their answers. configured:
+    the run file's word. What other servers did is not undone, and what the policy answered not said
+    again."""
+    same = configured and bool(getattr(made, "deterministic", True))
+    return same and not (mcp or getattr(made, "wants_policy", False))
+
+
 _FORWARDING = ("__getattr__", "__getattribute__")
 
 

@@ -23,6 +23,7 @@ from earl_core.rollout.chat.tool_calls import Answer, Tools
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import EpisodePlayer, PlaySettings
 from earl_core.rollout.errors import RolloutFailed
+from earl_core.rollout.group_record import GroupRecord
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
@@ -57,10 +58,12 @@ async def play(
     *,
     meter: LoadMeter | None = None,
     slots: asyncio.Semaphore | None = None,
+    record: GroupRecord | None = None,
 ) -> list[Episode]:
     """Play every episode of `specs`; returns them in that order, failed ones included.
 
-    slots: of live episodes, shared with what else is played at the same time.
+    slots: of live episodes, shared with what else is played at the same time. record: of what was
+    played of them already, which is not sampled again; it grows, where the engine is not lockstep.
 
     `Episode.finish_reason` is one of done, max_turns, max_tokens, model_context, or one of
     `trajectory.samples.FAILED_REASONS` (with `info["failure"]` saying why). `Episode.info` may
@@ -69,7 +72,8 @@ async def play(
 
     Raises `ConfigError` for tools that the chat template cannot take, `RolloutFailed` when more
     than `settings.max_failed_share` of the episodes failed, `ContextOverflow` when one needs a
-    longer context than the engine's and the model has it, and what the engine raises. When its task
+    longer context than the engine's and the model has it, `NotRepeated` where an environment does
+    not react as it is recorded, and what the engine raises. When its task
     is cancelled, requests and environments are ended too.
     """
     meter = meter or LoadMeter(len(specs))
@@ -79,7 +83,8 @@ async def play(
     ]
     # What a template does with tools is no episode's fault.
     chat.prefix_stable(tools)
-    loop = _Loop(engine, pool, settings, meter, players, slots or live_slots(settings, len(specs)))
+    slots = slots or live_slots(settings, len(specs))
+    loop = _Loop(engine, pool, settings, meter, players, slots, record or GroupRecord({}))
     try:
         if engine.lockstep:
             await loop.lockstep()
@@ -99,6 +104,7 @@ class _Loop:
     meter: LoadMeter
     players: list[EpisodePlayer]
     slots: asyncio.Semaphore
+    record: GroupRecord
     _open: set[int] = field(default_factory=set)
     _lost: Counter[int] = field(default_factory=Counter)
     _began: dict[int, float] = field(default_factory=dict)
@@ -140,18 +146,36 @@ class _Loop:
 
     async def _episode(self, player: EpisodePlayer) -> None:
         async with self.slots:
+            known = self.record[player.spec.episode_id]
+            if known is not None and known.failure is not None:
+                player.fail(*known.failure)
             await self._environments(self._reset(player))
             while not player.finished:
                 request = self._request(player)
                 if request is None:
                     break
-                (completion,) = await self._generate([request])
-                answer = player.answer(completion)
+                answer = await self._answer(player, request)
                 if answer is not None:
                     await self._react([(player, answer)])
+            self.record.end(player.episode)
         await self._retire([player])
         self.check_failures()
         self.meter.progressed()
+
+    async def _answer(self, player: EpisodePlayer, request: GenerationRequest) -> Answer | None:
+        """The next answer of an episode: as it is recorded, or sampled."""
+        record = self.record[player.spec.episode_id]
+        if record is None:
+            return player.answer((await self._generate([request]))[0])
+        completion = record.recalled(request)
+        if completion is None:
+            (completion,) = await self._generate([record.sampling(request)])
+            record.part(completion)
+        # Where the context ends it is not whole, and goes on in a longer one.
+        answer = player.answer(completion)
+        if answer is not None:
+            record.answered()
+        return answer
 
     def _request(self, player: EpisodePlayer) -> GenerationRequest | None:
         if player.begins_new_sample:
@@ -221,6 +245,8 @@ class _Loop:
             self._fail(player, failure)
             await self._reset(player)
         else:
+            if (record := self.record[episode_id]) is not None:
+                record.reacted(result)
             player.observe(result)
 
     def _fail(self, player: EpisodePlayer, failure: EnvironmentFailed) -> None:
@@ -231,6 +257,7 @@ class _Loop:
             self.meter.episodes_retried += 1
             logger.warning("episode %d is retried: %s", episode_id, failure.reason)
             self.engine.finish([episode_id])
+            self.record.begin_anew(episode_id)
             player.begin_anew()
             return
         timeout = failure.reason == "timeout"

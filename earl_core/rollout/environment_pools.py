@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.opponents import play_against_policy
 from earl_core.rollout.gateway.play import play_agents
+from earl_core.rollout.group_record import GroupRecord
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, EpisodeSpec
@@ -45,8 +47,10 @@ class EnvironmentPools:
         specs: Sequence[EpisodeSpec],
         settings: PlaySettings,
         meter: LoadMeter,
+        record: GroupRecord | None = None,
     ) -> list[Episode]:
-        """`agent_loop.play` for specs of several environments, by their labels.
+        """`agent_loop.play` for specs of several environments, by their labels. record: as there;
+        agents and environments that ask the policy have none.
 
         Side by side where the engine batches by itself, else one environment after the other, so
         that equal inputs give equal episodes.
@@ -60,7 +64,7 @@ class EnvironmentPools:
         async def of(label: str) -> list[Episode]:
             environment, own = environments[label], parts[label]
             pool = await self._pool(environment, settings.max_live_episodes or len(own))
-            player: Callable[..., Coroutine[Any, Any, list[Episode]]] = play
+            player: Callable[..., Coroutine[Any, Any, list[Episode]]] = partial(play, record=record)
             if environment.agent:
                 player = play_agents
             elif pool.wants_policy:
@@ -78,6 +82,12 @@ class EnvironmentPools:
             played = await _all(*map(of, parts))
         found = {episode.episode_id: episode for each in played for episode in each}
         return [found[spec.episode_id] for spec in specs]
+
+    def can_replay(self, environment: EnvironmentConfig) -> bool:
+        """Tell whether episodes that were played here can be played again from their answers."""
+        pool = self._pools.get(environment.model_dump_json())
+        asks = environment.agent is not None or (pool is not None and pool.wants_policy)
+        return not asks and (pool is None or pool.deterministic)
 
     async def close(self) -> None:
         """End all hosts."""

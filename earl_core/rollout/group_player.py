@@ -1,14 +1,17 @@
 """Groups of episodes that are played side by side, begin when there is room and end when they end.
 
 Each group is a play of the agent loop by itself. Between calls it lives in the event loop of its
-worker; while the engine is away it is parked between two tokens.
+worker; while the engine is away it is parked between two tokens. What was played is recorded, so
+that a group goes on with another engine, in another process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,12 +19,22 @@ from earl_core.rollout.engines.engine import Engine
 from earl_core.rollout.engines.in_slices import EngineInSlices
 from earl_core.rollout.engines.interruptible import InterruptibleEngine
 from earl_core.rollout.episode_player import PlaySettings
-from earl_core.rollout.errors import EngineLost
+from earl_core.rollout.errors import ContextOverflow, EngineLost
+from earl_core.rollout.group_record import GroupRecord, NotRepeated
 from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.system.memory import OutOfMemory
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
+logger = logging.getLogger(__name__)
+
 Play = Callable[..., Coroutine[Any, Any, list[Episode]]]
-"""Plays `specs` on an `engine` with `settings` and a `meter`."""
+"""Plays `specs` on an `engine` with `settings`, a `meter` and a `record`."""
+
+_HOLD_SECONDS = 1.0
+"""For an engine to stop when it ends: whoever ends it does not wait for long."""
+
+_ENDINGS = (EngineLost, OutOfMemory, ContextOverflow)
+"""Of an engine, after which a group goes on with another one."""
 
 
 class PlayedGroup(NamedTuple):
@@ -34,7 +47,8 @@ class PlayedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class _Playing:
-    episodes: int
+    specs: Sequence[EpisodeSpec]
+    record: GroupRecord
     meter: LoadMeter
     task: asyncio.Task[list[Episode]]
     began: float
@@ -42,12 +56,19 @@ class _Playing:
     @property
     def live(self) -> int:
         """Episodes that have not ended; those of a group that failed never will."""
-        return 0 if self.task.done() else self.episodes - self.meter.episodes_done
+        return 0 if self.task.done() else len(self.specs) - self.meter.episodes_done
+
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended it, if it has failed."""
+        ended = self.task.done() and not self.task.cancelled()
+        return self.task.exception() if ended else None
 
 
 class GroupPlayer:
-    """limit_seconds: of a group, without the time in which it was parked.
-    All methods are of one event loop."""
+    """limit_seconds: of a group, without the time in which it was parked. `anew`: the groups whose
+    environments have not repeated what is recorded, and that were begun again; whoever tells of
+    them clears it. All methods are of one event loop."""
 
     def __init__(
         self, engine: Engine, play: Play, settings: PlaySettings, limit_seconds: float
@@ -60,6 +81,7 @@ class GroupPlayer:
         self._play, self._limit = play, limit_seconds
         self._settings = replace(settings, clock=self._clock)
         self._playing: dict[int, _Playing] = {}
+        self.anew: list[int] = []
         self._parked_since: float | None = None
         self._parked = 0.0
 
@@ -78,14 +100,20 @@ class GroupPlayer:
         """How many further episodes may be in play."""
         return (self._settings.max_live_episodes or 0) - self.live
 
-    def admit(self, group: int, specs: Sequence[EpisodeSpec]) -> None:
-        """Begin to play a group. Raises `ValueError` for one that is played already."""
+    def admit(
+        self, group: int, specs: Sequence[EpisodeSpec], record: GroupRecord | None = None
+    ) -> None:
+        """Begin to play a group, or go on with what is recorded of it. Raises `ValueError` for one
+        that is played already."""
         if group in self._playing:
             raise ValueError(f"group {group} is played already")
         meter = LoadMeter(len(specs))
-        play = self._play(engine=self._engine, specs=specs, settings=self._settings, meter=meter)
+        record = record or GroupRecord.of(spec.episode_id for spec in specs)
+        play = self._play(
+            engine=self._engine, specs=specs, settings=self._settings, meter=meter, record=record
+        )
         task = asyncio.create_task(play)
-        self._playing[group] = _Playing(len(specs), meter, task, self._clock())
+        self._playing[group] = _Playing(specs, record, meter, task, self._clock())
 
     async def finished(self, seconds: float, slices: int | None = None) -> list[PlayedGroup]:
         """Go on, and return the groups that have ended, by their numbers; each once.
@@ -104,6 +132,7 @@ class GroupPlayer:
             self._engine.go_on()
             if tasks:
                 await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        self._begin_again()
         done = [group for group, each in sorted(self._playing.items()) if each.task.done()]
         found = [
             PlayedGroup(group, self._playing[group].task.result(), self._playing[group].meter)
@@ -122,8 +151,21 @@ class GroupPlayer:
         if self._parked_since is None:
             self._parked_since = time.monotonic()
 
+    async def unfinished(self) -> dict[int, GroupRecord]:
+        """Stop between two tokens for good: what another engine can go on with. `close` follows."""
+        with suppress(Exception):
+            # One that is lost has stopped, wherever that was.
+            await asyncio.wait_for(self._engine.hold(), _HOLD_SECONDS)
+        return {
+            group: each.record
+            for group, each in self._playing.items()
+            if each.record.has_begun
+            and not self._is_late(each)
+            and (each.error is None or isinstance(each.error, _ENDINGS))
+        }
+
     async def close(self) -> None:
-        """End what is played, between two tokens; nothing of it is kept."""
+        """End what is played, between two tokens."""
         playing, self._playing = list(self._playing.values()), {}
         try:
             await self._engine.hold()
@@ -133,6 +175,13 @@ class GroupPlayer:
                 each.task.cancel()
             await asyncio.gather(*(each.task for each in playing), return_exceptions=True)
             await self._engine.stop()
+
+    def _begin_again(self) -> None:
+        unlike = [g for g, each in self._playing.items() if isinstance(each.error, NotRepeated)]
+        for group in unlike:
+            logger.warning("group %d is played anew: %s", group, self._playing[group].error)
+            self.admit(group, self._playing.pop(group).specs)
+        self.anew += unlike
 
     def _take_up(self) -> None:
         if self._parked_since is not None:
@@ -144,8 +193,11 @@ class GroupPlayer:
         now = time.monotonic() if self._parked_since is None else self._parked_since
         return now - self._parked
 
+    def _is_late(self, playing: _Playing) -> bool:
+        return self._clock() - playing.began > self._limit
+
     def _check_limit(self) -> None:
-        late = [g for g, each in self._playing.items() if self._clock() - each.began > self._limit]
+        late = [group for group, each in self._playing.items() if self._is_late(each)]
         if late:
             raise EngineLost(
                 f"group {late[0]} is not finished after {self._limit:g} s: raise deadlines.stage, "

@@ -7,24 +7,20 @@ transformers and vllm are imported when the engine is built, not before.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import Message
 from earl_core.experience.scoring import Scorer
 from earl_core.rollout import rollout_stats
-from earl_core.rollout.engine_factory import most_running
-from earl_core.rollout.engine_worker import EngineWorker, playing
+from earl_core.rollout.engine_worker import playing
 from earl_core.rollout.engines.engine import GenerationRequest
-from earl_core.rollout.environment_pools import EnvironmentPools
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.errors import ContextOverflow, EngineLost
-from earl_core.rollout.group_player import GroupPlayer
+from earl_core.rollout.group_worker import GroupWorker
 from earl_core.rollout.measure_decoding import SyntheticLoad, measure_decoding
 from earl_core.rollout.mixture import Draw, evaluation_specs, suite_specs
 from earl_core.rollout.pass_rates import count_passes
@@ -39,11 +35,11 @@ from earl_core.system.memory import (
     reset_peaks,
     resident_peak_bytes,
 )
-from earl_core.trajectory.samples import Episode, EpisodeSpec, derive_seed, rollout_rows
-from earl_core.trajectory.schema import GROUP_SCHEMA, ROLLOUT_SCHEMA
+from earl_core.trajectory.samples import Episode, EpisodeSpec, rollout_rows
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 
 
-class RolloutWorker(EngineWorker):
+class RolloutWorker(GroupWorker):
     """The rank of a `rollout` worker group.
 
     Whatever generates takes the `weights` of `ensure`, since the worker may be a fresh one; without
@@ -51,12 +47,9 @@ class RolloutWorker(EngineWorker):
     where the engine's context ends before the model's. A lost engine is built by the next `ensure`.
     """
 
-    _groups: GroupPlayer | None = None
-
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         log, here = self._context.log_path, self._context.here
-        self._pools = EnvironmentPools(log, self._run_directory / "environments.json", here)
         self._scorer = Scorer(self._config, log, self._run_directory, here)
 
     @playing
@@ -105,123 +98,6 @@ class RolloutWorker(EngineWorker):
             "shards": [entry.model_dump(mode="json")],
             "tally": tally.model_dump(mode="json"),
         }
-
-    def _specs(self, group: int, drawn: Draw, iteration: int) -> list[EpisodeSpec]:
-        """The episodes of a group. iteration: the one that trains on them."""
-        size, seed, (label, prompt) = self._config.rollout.group_size, self._config.seed, drawn
-        return [
-            EpisodeSpec(
-                episode_id=episode,
-                group_id=group,
-                prompt_id=prompt,
-                seed=derive_seed(seed, iteration, "rollout", episode),
-                environment=label,
-            )
-            for episode in range(group * size, (group + 1) * size)
-        ]
-
-    # Groups that go on under newer weights: these calls begin and collect work. Episodes live in
-    # the worker between them.
-
-    async def ensure(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """As without groups; those that are played stop between two tokens before, until they are
-        asked for."""
-        await self.park()
-        return await super().ensure(weights)
-
-    async def load(self, weights: dict[str, Any], anew: bool = False) -> dict[str, Any]:
-        """Have groups be played, and go on, under these weights: as `ensure`, between two tokens.
-
-        anew: forget the groups that are played. Returns what it returns, `room` as `admit` does,
-        and `playing`: the groups that go on.
-        """
-        if anew:
-            await self._forget_groups()
-        found = await self.ensure(weights)
-        if self._groups is None:
-            engine, chat = self._ready()
-            settings = replace(
-                self._settings(self._config.rollout.temperature),
-                # The batch's failures are judged when it is collected.
-                max_failed_share=math.inf,
-            )
-            play = partial(self._pools.play, chat=chat, environments=self._config.played)
-            self._groups = GroupPlayer(engine, play, settings, self._config.deadlines.stage)
-        return {**found, "room": self._groups.room, "playing": self._groups.playing}
-
-    async def admit(self, groups: Sequence[tuple[int, str, int]]) -> dict[str, Any]:
-        """Begin to play groups: their numbers in the run, and what they play. Returns at once:
-        `room`, for how many further episodes there is some. Call `load` first."""
-        player = self._group_player()
-        for group, label, prompt in groups:
-            player.admit(group, self._specs(group, (label, prompt), self._batch_of(group)))
-        return {"room": player.room}
-
-    async def finished(self, seconds: float, slices: int | None = None) -> dict[str, Any]:
-        """Play on, and seal the groups that have ended, each by itself.
-
-        seconds: how long to wait for one, at most. slices: how many the engine runs, and none
-        between these calls; None: it goes on by itself. Returns `groups`, for each its `group`,
-        `shards`, `tally` and `versions`, and `room`. Raises what ended a group, and `EngineLost`
-        for one that took longer than `deadlines.stage`, the time in which it was parked not
-        counted; all are forgotten then.
-        """
-        player = self._group_player()
-        try:
-            done = await player.finished(seconds, slices)
-        except BaseException as error:
-            if isinstance(error, EngineLost | OutOfMemory):
-                await self._drop_engine()
-            await self._forget_groups()
-            raise
-        with guarded("rollout", "writing the samples"):
-            sealed = [self._sealed(group, episodes, meter) for group, episodes, meter in done]
-        return {"groups": sealed, "room": player.room}
-
-    async def park(self) -> dict[str, Any]:
-        """Stop between two tokens; unfinished groups go on after the next `load`."""
-        if self._groups is not None:
-            await self._groups.park()
-        return {}
-
-    def _sealed(self, group: int, episodes: Sequence[Episode], meter: LoadMeter) -> dict[str, Any]:
-        batch, played = self._batch_of(group), [each for each in episodes if not each.failed]
-        meter.peak_memory_bytes = resident_peak_bytes(self._processes())
-        fault_points.point(f"group.played{group}", batch)
-        shards, versions = [], {v for e in played for s in e.samples for v in s.token_versions}
-        if played:
-            entry = run_store(self._run_directory, self._config).publish(
-                stage="collect",
-                iteration=batch,
-                rank=group,
-                schema=GROUP_SCHEMA,
-                rows=rollout_rows(played, GROUP_SCHEMA),
-            )
-            shards.append(entry.model_dump(mode="json"))
-        fault_points.point(f"group.sealed{group}", batch)
-        return {
-            "group": group,
-            "shards": shards,
-            "tally": RolloutStats.of(episodes, meter).model_dump(mode="json"),
-            "versions": sorted(versions - {-1}),
-        }
-
-    def _batch_of(self, group: int) -> int:
-        return group // self._config.rollout.prompts_per_iteration
-
-    def _group_player(self) -> GroupPlayer:
-        if self._groups is None:
-            raise EngineLost("the engine was ended, and with it what it played: call `load` first")
-        return self._groups
-
-    async def _forget_groups(self) -> None:
-        groups, self._groups = self._groups, None
-        if groups is not None:
-            await groups.close()
-
-    async def _drop_engine(self) -> None:
-        await self._forget_groups()
-        await super()._drop_engine()
 
     @playing
     async def evaluate(
@@ -359,20 +235,3 @@ class RolloutWorker(EngineWorker):
         meter.peak_memory_bytes = resident_peak_bytes(self._processes())
         give_back_free_memory()
         return episodes, RolloutStats.of(episodes, meter)
-
-    def _settings(self, temperature: float | None, episodes: int | None = None) -> PlaySettings:
-        rollout = self._config.rollout
-        running = most_running(self._config, self._deployment)
-        lockstep = self._engine is not None and self._engine.lockstep
-        return PlaySettings(
-            max_turns=rollout.max_turns,
-            max_tokens_per_turn=rollout.max_tokens_per_turn,
-            max_tokens_per_episode=rollout.max_tokens_per_episode,
-            temperature=rollout.temperature if temperature is None else temperature,
-            max_failed_share=rollout.max_failed_share,
-            episodes=episodes,
-            # While half wait for environments the engine is full, and the prefix cache holds all.
-            max_live_episodes=running if lockstep else 2 * running,
-            positions=self._positions,
-            constrained=rollout.requests.constrained,
-        )

@@ -9,7 +9,7 @@ runs/<name>/
   selector.jsonl                 what was observed of the stages, oldest first
   system.jsonl                   how loaded the machine was, while it was tracked
   progress.json                  how much of the stages that go on is done, for people
-  groups.jsonl                   groups that were sealed one by one (`schedule.mode: stream`)
+  groups.jsonl, parked/          groups that were sealed one by one, and what others had played
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
   ancestor/, adapter/, references/  the weights that it began with, and its teachers

@@ -4,6 +4,7 @@ is what the sealed rows say, under the versions that they name."""
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from earl_core.config import RunConfig
+from earl_core.control.run_controller import RunController
 from flows.debug import Debugged, opened_here
 from tests.conformance.reference import Reference, load, logprobs
 from tests.conformance.test_whole_iterations import (
@@ -48,6 +50,14 @@ def sampled_by(row: dict[str, Any], versions: dict[int, Any]) -> float:
     return float(np.abs(found - told).max())
 
 
+def stopped_half_way(run: RunConfig) -> Iterator[tuple[RunController, int]]:
+    """The iterations, and the controller that has the run open then."""
+    for part in (range(ITERATIONS // 2), range(ITERATIONS // 2, ITERATIONS)):
+        with opened_here(run, lambda *_: None) as controller:
+            for number in part:
+                yield controller, number
+
+
 @pytest.mark.parametrize(
     "engine",
     ["torch", pytest.param("vllm", marks=[pytest.mark.slow, VLLM])],
@@ -55,7 +65,8 @@ def sampled_by(row: dict[str, Any], versions: dict[int, Any]) -> float:
 def test_updates_of_a_stream_equal_the_reference(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM gives its memory to the learner between batches."""
+    """vLLM gives its memory to the learner between batches. In the middle the run is stopped, and
+    what it has parked goes on."""
     shape = FAMILIES["Llama"][0]
     if engine == "torch":
         monkeypatch.setenv("EARL_CLOCK", "0")
@@ -68,14 +79,13 @@ def test_updates_of_a_stream_equal_the_reference(
     config["rollout"] |= {"engine": engine, "vllm": {"kv_cache_gib": 1}}
     config["schedule"] = {"staleness": STALENESS, "mode": "stream"}
     reference = Reference(model, ALGORITHM, UPDATE)
-    versions, switched = {0: load(model)}, 0
+    versions, switched, resumed = {0: load(model)}, 0, 0.0
     run = RunConfig.model_validate(config)
-    with (
-        forked_engines() if engine == "vllm" else nullcontext(),
-        opened_here(run, lambda *_: None) as controller,
-    ):
-        for number in range(ITERATIONS):
-            metrics = Debugged(controller, number).whole()["update"].metrics
+    with forked_engines() if engine == "vllm" else nullcontext():
+        for controller, number in stopped_half_way(run):
+            sealed = Debugged(controller, number).whole()
+            metrics = sealed["update"].metrics
+            resumed += sealed["collect"].metrics["groups_resumed"]
             rows = pq.read_table(controller.run.episodes_path(number)).to_pylist()
             assert {row["group_id"] for row in rows} == {2 * number, 2 * number + 1}
             for row in rows:
@@ -95,3 +105,4 @@ def test_updates_of_a_stream_equal_the_reference(
     # Without a clock time decides, and vLLM may have ended all: tests/engines/test_interruptible.py
     # switches weights in the middle of its answers.
     assert switched or engine == "vllm", "no answer went on under new weights"
+    assert resumed or engine == "vllm", "no answer went on after the stop"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,6 +18,7 @@ import pytest
 from earl_core.config import load_config
 from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.rollout.errors import EngineLost
 from earl_core.run.group_journal import GroupJournal
 from flows.debug import Debugged, opened_here
 from tests.flows.runs import KILLED, Runs
@@ -60,6 +63,51 @@ def assert_once_and_young(run: Path, staleness: int, iterations: int) -> np.ndar
     return np.concatenate(ages)
 
 
+def parked_answers(run: Path) -> dict[int, dict[int, list[list[int]]]]:
+    """Of each parked group and each of its episodes the sampled tokens and their versions."""
+    groups = {}
+    for path in (run / "parked").iterdir():
+        found = json.loads(path.read_bytes()[32:])
+        groups[found["group"]] = {
+            int(episode): [
+                [value for turn in _turns(record) for value in values(turn)]
+                for values in (_tokens, _versions)
+            ]
+            for episode, record in found["episodes"].items()
+        }
+    return groups
+
+
+def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*record["turns"], *([record["open"]] if record["open"] else [])]
+
+
+def _tokens(turn: dict[str, Any]) -> list[int]:
+    tokens: list[int] = turn["tokens"]
+    return tokens
+
+
+def _versions(turn: dict[str, Any]) -> list[int]:
+    return [version for version, first, end in turn["spans"] for _ in range(first, end)]
+
+
+def assert_taken_up(
+    run: Path, parked: dict[int, dict[int, list[list[int]]]], iteration: int
+) -> None:
+    """The episodes of these groups begin with what is parked of them, and later tokens are of
+    weights that the iteration or a later one trains."""
+    for group, episodes in parked.items():
+        path = run / "iterations" / f"{group // BATCH:06d}" / "episodes.parquet"
+        rows = {row["episode_id"]: row for row in pq.read_table(path).to_pylist()}
+        for episode, (tokens, versions) in episodes.items():
+            row = rows[episode]
+            mask = np.array(row["loss_mask"]) == 1
+            count, named = len(tokens), np.array(row["token_versions"])[mask]
+            assert np.array(row["tokens"])[mask][:count].tolist() == tokens
+            assert named[:count].tolist() == versions
+            assert (named[count:] >= iteration).all()
+
+
 def train(runs: Runs, *overrides: str, alone: bool = False) -> None:
     """Train in this process, without Prefect. alone: one iteration, as if it was scheduled by
     itself."""
@@ -77,22 +125,28 @@ def test_unfinished_groups_go_on_under_new_weights_and_are_trained_once(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the run was stopped between the seal of a group and its line, and without shared
-    memory after that."""
+    memory after that. What it stopped in order has parked goes on at the next token."""
     asked = stream(2, 6)
     for fault in ("group.taken5@1", "update.step0@2"):
         monkeypatch.setenv("EARL_FAULT", f"{fault}=raise")
         with pytest.raises(Exception, match=fault):
             train(runs, *asked)
     monkeypatch.delenv("EARL_FAULT")
+    parked = parked_answers(runs.run())
     shutil.rmtree(runs.directory / "shm")
     train(runs, *asked, alone=True)
     sealed = GroupJournal(runs.run()).since(0).values()
     assert max(each.group for each in sealed if each.tally) == 3 * BATCH - 1
     train(runs, *asked)
+    assert parked
+    assert_taken_up(runs.run(), parked, 2)
+    assert not os.listdir(runs.run() / "parked")
     runs.assert_learnt()
     assert set(assert_once_and_young(runs.run(), 2, 6).tolist()) == {0, 1, 2}
     lines = {int(line["iteration"]): line for line in runs.metrics()}
     assert [lines[k]["rollout/groups_carried"] > 0 for k in (3, 4, 5)] == [False, True, True]
+    resumed = [line["rollout/groups_resumed"] for line in lines.values()]
+    assert sum(resumed[2:]) == len(parked)
     # The long group of the last batch began two iterations before.
     rows = pq.read_table(runs.run() / "iterations/000005/episodes.parquet").to_pylist()
     assert {3, 5} <= {v for row in rows if row["group_id"] == 20 for v in row["token_versions"]}
@@ -114,7 +168,7 @@ def test_under_a_clock_a_stream_repeats_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_what_an_engine_was_playing_that_was_ended_aside_is_played_anew(
+def test_what_an_engine_was_playing_that_was_ended_aside_goes_on(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory cannot be restored, which ends it and is no error of a stage."""
@@ -131,36 +185,48 @@ def test_what_an_engine_was_playing_that_was_ended_aside_is_played_anew(
     monkeypatch.setenv("EARL_CLOCK", "0")
     train(runs, *stream(2, 6))
     assert_once_and_young(runs.run(), 2, 6)
-    assert sum(line["rollout/groups_anew"] for line in runs.metrics()) > 0
+    assert sum(line["rollout/groups_resumed"] for line in runs.metrics()) > 0
+    assert sum(line["rollout/groups_anew"] for line in runs.metrics()) == 0
 
 
 @pytest.mark.slow
-def test_an_error_of_an_engine_that_plays_ahead_is_raised_by_the_next_collect(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [RuntimeError, EngineLost])
+def test_what_ends_an_engine_that_plays_ahead_is_known_to_the_next_collect(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    """Its own, whether or not the batch is complete; the run goes on when it is begun again."""
-    broken, raised = threading.Event(), threading.Event()
+    """An error is raised as it is, whether or not the batch is complete; the run goes on when it is
+    begun again. A loss is noted and costs no repeat, of which there is none."""
+    raised, collected = threading.Event(), runs.run() / "iterations/000000/collect.json"
 
     async def generate(engine: TorchEngine, requests: Sequence[GenerationRequest]) -> object:
-        if broken.is_set():
-            raised.set()
-            raise RuntimeError("the device fell over")
+        ahead = all(each.sequence_id >= BATCH * SIZE for each in requests)
+        for _ in range(50 if ahead and not raised.is_set() else 0):
+            if collected.exists():
+                raised.set()
+                raise kind("the device fell over")
+            await asyncio.sleep(0.01)
         return await generating(engine, requests)
 
     generating = TorchEngine.generate
     monkeypatch.setattr(TorchEngine, "generate", generate)
     options = {**LENGTHS, "options": {"every": 1, "long": 6, "seconds": 0.01}}
     asked = *stream(1, 3), "stages.placement=shared", f"environment={json.dumps(options)}"
-    config = load_config(str(runs.config), list(asked))
+    config = load_config(str(runs.config), [*asked, "deadlines.repeats=0"])
     with opened_here(config, lambda *_: None) as controller:
         Debugged(controller, 0).whole()
-        broken.set()
         assert raised.wait(60)
-        with pytest.raises(Exception, match="the device fell over"):
+        if kind is EngineLost:
             Debugged(controller, 1).whole()
-    broken.clear()
+        else:
+            with pytest.raises(Exception, match="the device fell over"):
+                Debugged(controller, 1).whole()
     train(runs, *asked)
     assert_once_and_young(runs.run(), 1, 3)
+    told = [line["event"] for line in runs.ledger() if "played ahead was lost" in line["event"]]
+    assert len(told) == (kind is EngineLost)
+    if kind is EngineLost:
+        line = runs.metrics()[1]
+        assert line["rollout/groups_resumed"] + line["rollout/groups_anew"] > 0
 
 
 def faults(seed: int) -> list[str]:
@@ -202,6 +268,22 @@ def killed_at(runs: Runs, name: str, places: list[str], placement: str) -> None:
 @pytest.mark.slow
 def test_after_a_kill_of_the_controller_each_group_is_trained_once(runs: Runs) -> None:
     killed_at(runs, "run", ["collect.seal@1"], "shared")
+
+
+@pytest.mark.slow
+def test_processes_that_are_told_to_end_park_what_they_play(runs: Runs) -> None:
+    """While both engines play on for the next batch."""
+    engines = "stages={placement: shared, rollout: {replicas: 2}}"
+    options = {**LENGTHS, "options": {"every": 1, "long": 30, "seconds": 0.01}}
+    asked = (*stream(1, 3), engines, f"environment={json.dumps(options)}")
+    runs.train(*asked, fault="update.before@1=raise", expect=1)
+    parked = parked_answers(runs.run())
+    assert len(parked) > 1
+    runs.train(*asked)
+    assert_once_and_young(runs.run(), 1, 3)
+    assert_taken_up(runs.run(), parked, 1)
+    assert sum(line["rollout/groups_resumed"] for line in runs.metrics()) >= len(parked)
+    assert not os.listdir(runs.run() / "parked")
 
 
 @pytest.mark.campaign

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 from earl_core.config import parse_config
 from earl_core.control.group_draws import GroupDraws
-from earl_core.dispatch import Manifest
+from earl_core.dispatch import Manifest, ManifestError
 from earl_core.run import RunDirectory
 from tests.run.test_run_directory import config_in
 
@@ -66,3 +68,23 @@ def test_a_mixture_goes_on_where_the_last_seal_has_it_under_other_weights_too(
     for label, prompt in played:
         prompts[label].append(prompt)
     assert prompts == {"tic_tac_toe": [*range(8)], "connect_four": [*range(16)]}
+
+
+def test_a_damaged_seal_is_told_of_and_no_prompt_is_guessed(tmp_path: Path) -> None:
+    """One that does not say where its batch has ended is passed over, because an older one says
+    it."""
+    run = opened(tmp_path, 1)
+    draws = GroupDraws(run)
+    for batch in (0, 1):
+        seal(run, draws, batch)
+    wanted = draws.of(2 * SIZE)
+    path = run.stage_path(1, "collect")
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"cursor"', b'"Cursor"'))
+    with pytest.raises(ManifestError, match="collect"):
+        GroupDraws(run).of(2 * SIZE)
+    sealed = run.manifest(0, "collect")
+    path.unlink()
+    run.seal(sealed.model_copy(update={"iteration": 1, "outputs": {}}))
+    assert GroupDraws(run).of(2 * SIZE) == wanted
+    run.close()

@@ -162,13 +162,10 @@ def _serve(connection: socket.socket) -> None:
         return
     concurrent = bool(getattr(made, "concurrent", True))
     wants_policy = bool(getattr(made, "wants_policy", False))
-    same = start["deterministic"] and getattr(made, "deterministic", True)
-    # What other servers did is not undone, and what the policy answered not said again.
-    replayed = same and not (start["mcp"] or wants_policy)
     channel.send(
         {
             "kind": "ready",
-            "deterministic": bool(replayed),
+            "deterministic": registry.can_replay(made, start["deterministic"], start["mcp"]),
             "concurrent": concurrent,
             "wants_policy": wants_policy,
             "tools": schemas,

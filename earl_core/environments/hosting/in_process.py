@@ -60,7 +60,6 @@ class InProcessSupervisor:
 
     pid = None
     restarts = 0
-    deterministic = False
     versions: dict[str, str] = {}  # noqa: RUF012  (it stays empty)
 
     def __init__(self, settings: HostSettings) -> None:
@@ -70,7 +69,7 @@ class InProcessSupervisor:
         self._closing: set[asyncio.Task[Any]] = set()
         self._turn: AbstractAsyncContextManager[Any] = nullcontext()
         self.characters = ""
-        self.concurrent = True
+        self.deterministic = self.concurrent = True
         self.wants_policy = False
         self.tools: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -93,6 +92,7 @@ class InProcessSupervisor:
         self.characters = registry.characters_of(made, settings.name)
         self.concurrent = bool(getattr(made, "concurrent", True))
         self.wants_policy = bool(getattr(made, "wants_policy", False))
+        self.deterministic = registry.can_replay(made, settings.deterministic, settings.mcp)
         tools = await registry.toolbox(
             settings.tools, settings.mcp, settings.tool_timeout_seconds, made
         )

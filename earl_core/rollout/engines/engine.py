@@ -17,6 +17,7 @@ OUT_OF_MEMORY_ADVICE = (
 )
 
 OnTokens = Callable[[Sequence[int]], None]
+OnPart = Callable[["Completion"], None]
 Ends = Callable[[Sequence[int], int], int | None]
 """Of the sampled tokens, and how many of them it was called with before: how many there are up to
 the one that ends the answer; None when none does."""
@@ -41,7 +42,8 @@ class GenerationRequest:
     it did not get is in the completion only. `top` is how many of the most likely tokens are told
     beside each sampled one. `begun` is what an earlier request of this answer has sampled, which
     `tokens` does not have; the answer goes on after it and has it in front, and `max_tokens` counts
-    it.
+    it. `on_part` gets the answer as far as it is sampled whenever an engine that answers in parts
+    has a part of it.
     """
 
     sequence_id: int
@@ -54,11 +56,18 @@ class GenerationRequest:
     ends: Ends | None = None
     top: int = 0
     begun: Completion | None = None
+    on_part: OnPart | None = None
 
     @property
     def sampled(self) -> list[int]:
         """The tokens of the answer that are sampled already."""
         return [] if self.begun is None else self.begun.tokens
+
+    def after(self, part: Completion) -> GenerationRequest:
+        """The request that goes on with the answer after this part of it."""
+        if self.on_part is not None:
+            self.on_part(part)
+        return replace(self, begun=part)
 
     def ended(self, reason: EngineFinishReason, version: int) -> Completion:
         """The answer as it stands. version: that would have gone on with it."""

@@ -119,7 +119,7 @@ class EngineInSlices(WrappedEngine):
         for each, answer in zip(batch, answers, strict=False):
             most = each.request.max_tokens or sys.maxsize
             if answer.finish_reason == "length" and len(answer.tokens) < most:
-                each.request = replace(each.request, begun=answer)
+                each.request = each.request.after(answer)
             elif not each.reply.done():
                 each.reply.set_result(answer)
         self._waiting = [each for each in self._waiting if not each.reply.done()]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.engines.wrapped import WrappedEngine
@@ -72,7 +71,7 @@ class InterruptibleEngine(WrappedEngine):
                 if answer.finish_reason != "cancelled" or sequence not in self._stopped:
                     return answer
                 self._stopped.discard(sequence)
-                request = replace(request, begun=answer)
+                request = request.after(answer)
         finally:
             for each in (self._asked, self._stopped, self._cancelled):
                 each.discard(sequence)

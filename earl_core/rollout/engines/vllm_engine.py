@@ -373,8 +373,10 @@ class VllmEngine(BaseEngine[Any]):
         if queue is None:
             return request.ended(exhausted, version)
         output = await queue.get()
+        so_far = [*request.sampled]
         while True:
-            so_far = [*request.sampled, *output.outputs[0].token_ids]
+            # Of an answer of many pieces each token is copied once.
+            so_far += output.outputs[0].token_ids[len(so_far) - len(request.sampled) :]
             ended = request.ends(so_far, known) if request.ends else None
             if output.finished or ended is not None:
                 break

@@ -1,0 +1,78 @@
+"""Groups of an engine that is lost: it cannot even be asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from earl_core.rollout.agent_loop import play
+from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
+from earl_core.rollout.episode_player import PlaySettings
+from earl_core.rollout.errors import EngineLost
+from earl_core.rollout.group_player import GroupPlayer
+from earl_core.rollout.group_record import GroupRecord
+from earl_core.trajectory.samples import EpisodeSpec
+from tests.rollout.chat_models import CHATML, char_tokenizer
+from tests.rollout.scripted import ScriptedEngine, ScriptedEnvironments
+
+CHAT = ChatTokenizer(char_tokenizer(CHATML))
+SPECS = [EpisodeSpec(episode, 0, 0, episode) for episode in range(3)]
+SETTINGS = PlaySettings(max_turns=9, max_live_episodes=3)
+
+
+class DyingEngine(ScriptedEngine):
+    """Answers each episode once and then no more; whoever cancels that is told that it is dead."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda sequence, turn: 3, CHAT.stop_token_ids[0], lockstep=False)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        if any(self._turns.get(each.sequence_id) for each in requests):
+            await asyncio.Event().wait()
+        return await super().generate(requests)
+
+    async def cancel(self, sequence_ids: Collection[int]) -> None:
+        raise EngineLost("it died")
+
+
+def player_of(engine: Any, pool: ScriptedEnvironments) -> GroupPlayer:
+    playing = partial(play, pool=pool, chat=CHAT)
+    return GroupPlayer(cast(Engine, engine), playing, SETTINGS, 60.0)
+
+
+def test_what_a_lost_engine_has_played_goes_on_and_nothing_of_it_is_left() -> None:
+    pool, second = ScriptedEnvironments(lambda episode: 2), ScriptedEnvironments(lambda episode: 2)
+    engine = ScriptedEngine(lambda sequence, turn: 5, CHAT.stop_token_ids[0], lockstep=False)
+
+    async def work() -> tuple[GroupRecord, Any]:
+        lost = player_of(DyingEngine(), pool)
+        lost.admit(0, SPECS)
+        assert await lost.finished(0.05) == []
+        left = await lost.unfinished()
+        with pytest.raises(EngineLost, match="it died"):
+            await lost.close()
+        assert len(asyncio.all_tasks()) == 1, "something goes on"
+        assert lost.playing == []
+        other = player_of(engine, second)
+        record = GroupRecord.load(left[0].dump())
+        other.admit(0, SPECS, record)
+        (found,) = await other.finished(10.0)
+        await other.close()
+        return record, found
+
+    record, found = asyncio.run(work())
+    assert pool.open == second.open == 0
+    # The first answers are those of the engine that was lost.
+    assert [len(each) for each in engine.batches] == [1] * len(SPECS)
+    for episode in found.episodes:
+        (sample,) = episode.samples
+        assert sum(sample.loss_mask) == 4 + 6
+        assert episode.total_reward == 1.0
+        known = record[episode.episode_id]
+        assert known is not None
+        assert len(known.turns) == 2
