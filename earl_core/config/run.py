@@ -240,7 +240,7 @@ class RunConfig(Settings):
             check_stream(rollout, agents, self.selector.policy, *others)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
-        self.selector.check_stages(self.stages)
+        self.selector.check_stages(self.stages, self, self.schedule.staleness)
         return self
 
     @property
@@ -252,6 +252,11 @@ class RunConfig(Settings):
             model = model.at(run / KEPT_ANCESTOR / "model")
         pairs = run / KEPT_ADAPTER / "model"
         return model.beginning_with(pairs) if pairs.is_dir() else model
+
+    @property
+    def divides(self) -> bool:
+        """True where the selector divides the devices between rollout and training."""
+        return self.selector.divides(self, self.schedule.staleness)
 
     @property
     def references(self) -> tuple[str, ...]:

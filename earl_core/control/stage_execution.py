@@ -113,6 +113,9 @@ def _measured(
         requests = load.offered(candidate)
     else:
         rate = training_rate(load, seconds)
+    if predictor.given.divides and predictor.division.placement == "shared":
+        # Those of two stages on the same cores say nothing of either by itself.
+        rate = 0.0
     if controller.hardware.gpus:
         peak = metrics.get("peak_cuda_bytes", 0.0)
     else:
@@ -136,8 +139,10 @@ def _measured(
 def _predictor(controller: RunController, iteration: int) -> Predictor | None:
     """The one that the iteration's plan came from; None for a model that it cannot predict."""
     path = controller.run.stage_path(iteration, "selection").with_suffix(".input")
+    plan = controller.run.plan(iteration)
     try:
-        return Predictor(SelectionInput.model_validate_json(read_file(path)))
+        given = SelectionInput.model_validate_json(read_file(path))
+        return Predictor(given, division=plan.division if plan is not None else None)
     except (OSError, ValueError) as error:
         logger.debug("iteration %d is not observed: %s", iteration, error)
         return None

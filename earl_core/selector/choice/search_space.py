@@ -65,7 +65,7 @@ def _rollout(predictor: Predictor) -> Offers:
     one_device = config.engine == "torch"
     made, out = rollout_candidates(
         predictor.shape,
-        predictor.hardware,
+        predictor.part("rollout"),
         predictor.now.episodes,
         config.max_running_requests,
         (1,) if one_device else predictor.given.selector.tensor_parallel,
@@ -106,7 +106,7 @@ def _training(predictor: Predictor, stage: str) -> Offers:
     larger, smaller = _sizes(predictor, asked)
     episodes = predictor.now.episodes
     shape = given.shape_of(stage)
-    meshes, out = training_candidates(stage, shape, predictor.hardware, episodes, asked)
+    meshes, out = training_candidates(stage, shape, predictor.part(stage), episodes, asked)
     # On a CPU there is one mesh; the many of GPUs would make too many candidates.
     tried = smaller if predictor.memory.shared else smaller[:1]
     least = given.update.activation_checkpointing if stage == "update" else "none"
