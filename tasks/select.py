@@ -154,10 +154,12 @@ def _current(controller: RunController, iteration: int, attempt: int) -> Deploym
 
 
 def _plays_already(controller: RunController, iteration: int) -> bool:
-    """Tell whether the iteration has devices, and others may play ahead of it on theirs."""
-    followed = controller.followed
-    ahead = controller.config.schedule.pinned > 0
-    return ahead and followed is not None and followed.iteration >= iteration
+    """Tell whether the iteration has devices, and others may play ahead of it on theirs; a stream's
+    engines play for later ones all the time."""
+    followed, schedule = controller.followed, controller.config.schedule
+    if followed is None or not schedule.staleness:
+        return False
+    return schedule.streams or followed.iteration >= iteration
 
 
 def _statistics(

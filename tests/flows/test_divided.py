@@ -7,7 +7,7 @@ import pytest
 from earl_core.run.checkpoints import HANDOFFS
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, write_table
 from tests.flows.runs import LEARNING, Runs
-from tests.flows.test_selector_runs import plan, selector
+from tests.flows.test_selector_runs import observations, plan, selector
 from tests.learnt import assert_learnt, largest_change, weights_in
 
 OVERLAPPED = (
@@ -74,4 +74,24 @@ def test_cores_change_sides_between_iterations_and_the_run_learns_the_same(runs:
     assert largest_change(after, weights_in(runs.policy(3, "apart"))) < 1e-4
     assert not (runs.run() / HANDOFFS).exists()
     assert runs.shared_memory() == []
+    runs.wait_for_workers_to_end()
+
+
+@pytest.mark.slow
+def test_a_stream_is_laid_out_and_its_batches_are_observed(runs: Runs) -> None:
+    mode = "schedule={staleness: 1, mode: stream}"
+    settings = (*LEARNING, mode, "algorithm.importance_correction={}", selector(runs))
+    runs.train(*settings, "iterations=3", "stages.placement=colocated")
+    runs.assert_learnt()
+    rates = {
+        seen.iteration: seen.tokens_per_second
+        for seen in observations(runs, "measured")
+        if seen.stage == "rollout"
+    }
+    assert sorted(rates) == [0, 1, 2]
+    assert min(rates.values()) > 0
+    # What was observed is what the next plan predicts by.
+    last = plan(runs, 2)
+    assert last.policy == "live_tokens"
+    assert last.predictions["rollout"].measured > 0
     runs.wait_for_workers_to_end()

@@ -174,6 +174,22 @@ def test_cores_are_divided_and_both_sides_share_the_memory() -> None:
     assert {way.predictor.division for way in found} == {COLOCATED}
 
 
+def test_a_stream_fills_the_caches_and_waits_for_no_long_episode() -> None:
+    pinned = stale(4096.0, 60000.0, episodes=256, rollout={"max_running_requests": 1024})
+    stream = pinned.model_copy(update={"streams": True})
+    played, waited = in_turn(ways(stream)), in_turn(ways(pinned))
+    assert played is not None
+    assert waited is not None
+    assert played.seconds < 0.7 * waited.seconds
+    predictor = played.predictor
+    assert predictor.now.in_play == 512
+    for row in played.found["rollout"]:
+        engine = row.candidate
+        if row.allowed and predictor.now.offered(engine) >= 1:
+            held = predictor.capacity(engine) / predictor.ahead.context
+            assert min(engine.max_running_requests, 512 / engine.replicas) <= max(1, held)
+
+
 def test_what_is_measured_on_fewer_devices_says_so() -> None:
     """The same mesh is another candidate on half of the devices."""
     whole, half = StageDeployment("update", 2, shard=4), StageDeployment("update", 1, shard=4)

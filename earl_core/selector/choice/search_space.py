@@ -77,8 +77,11 @@ def _rollout(predictor: Predictor) -> Offers:
 def _by_cache(predictor: Predictor, candidate: StageDeployment) -> list[StageDeployment]:
     """The configured limit on running sequences, and the one that the cache just holds."""
     fits = coarse(predictor.capacity(candidate) / max(1.0, predictor.ahead.context))
+    if not 1 <= fits < predictor.now.offered(candidate):
+        return [candidate]
     limited = candidate._replace(max_running_requests=fits)
-    return [candidate, limited] if 1 <= fits < _most_offered(predictor, candidate) else [candidate]
+    # In a stream others would have to give their place up again and again.
+    return [limited] if predictor.given.streams else [candidate, limited]
 
 
 def _by_memory(predictor: Predictor, candidate: StageDeployment) -> list[StageDeployment]:
@@ -86,7 +89,7 @@ def _by_memory(predictor: Predictor, candidate: StageDeployment) -> list[StageDe
     torch engine's cache grows with the sequences in play."""
     if predictor.fits(candidate):
         return [candidate]
-    offered = _most_offered(predictor, candidate)
+    offered = predictor.now.offered(candidate)
     limited, limit = candidate, coarse(offered)
     while limit:
         limited = candidate._replace(max_running_requests=limit)
@@ -94,10 +97,6 @@ def _by_memory(predictor: Predictor, candidate: StageDeployment) -> list[StageDe
             break
         limit = coarse(limit - 1)
     return [candidate, limited]
-
-
-def _most_offered(predictor: Predictor, candidate: StageDeployment) -> float:
-    return min(candidate.max_running_requests, predictor.now.episodes / candidate.replicas)
 
 
 def _training(predictor: Predictor, stage: str) -> Offers:
