@@ -1,22 +1,30 @@
-"""Iterations that overlap: seconds of an iteration with and without, on a game that is waited for.
+"""Iterations that overlap, and groups that go on: seconds of an iteration with and without.
 
     python -m benchmarks.asynchronous --markdown benchmarks/results/asynchronous.md
 
-The environment waits before each answer, as tools do, about as long in a rollout as training takes.
-All arms have one thread for the engine and one for the learner. `synchronous` has `staleness` 0;
-`in turn` has staleness 1 and nothing beside anything (`colocated`); `side by side` has staleness 1
-under `shared`. The limit is what the longer of the two sides takes by the times of `synchronous`:
-its speed-up is (rollout + rest) / max(rollout, rest). All times come from the files of the runs.
+**Overlap**: the environment waits before each answer, as tools do, about as long in a rollout as
+training takes. All arms have one thread for the engine and one for the learner. `synchronous` has
+`staleness` 0; `in turn` has staleness 1 and nothing beside anything (`colocated`); `side by side`
+has staleness 1 under `shared`. The limit is what the longer of the two sides takes by the times of
+`synchronous`: its speed-up is (rollout + rest) / max(rollout, rest).
+
+**Carry-over**: one vLLM engine that takes turns with the learner plays episodes whose numbers of
+turns are log-normal, so that a rollout's end is a few long ones. `synchronous` waits for them;
+`stream s` lets them go on under newer weights. The engine has room for one batch in all arms.
+
+All times come from the files of the runs, and include a start and an end of each stage.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
+import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.games.board_game import BoardGameOptions, BoardRewards
@@ -25,23 +33,48 @@ from earl_core.run.record import read_lines
 from tools.harness import REPOSITORY, Report, Row, median, parser, publish
 from tools.process_tree import train as run_train
 
+Lines = list[dict[str, float]]
+
 _FIRST = 2
 """The first measured iteration; workers start in those before."""
 
-ARMS: dict[str, Sequence[str]] = {
-    "synchronous": ("schedule.staleness=0",),
-    "in turn": ("schedule.staleness=1",),
-    "side by side": ("schedule.staleness=1", "stages.placement=shared"),
-}
-
 _RUN = (
-    "environment.name=benchmarks.asynchronous:WaitingTicTacToe",
     "algorithm.importance_correction={}",
-    "rollout.threads=1",
-    "update.threads=1",
     "evaluation.every=0",
     "checkpoint.every=1",
     "tracking.enabled=false",
+)
+_OVERLAP = (
+    "environment.name=benchmarks.asynchronous:WaitingTicTacToe",
+    "rollout.threads=1",
+    "update.threads=1",
+)
+_TAIL = (
+    "environment={name: benchmarks.asynchronous:LongTail}",
+    "model.builder_options={heads: 1, hidden: 64}",
+    "rollout.engine=vllm",
+    "rollout.vllm.kv_cache_gib=1",
+    "rollout.max_tokens_per_turn=16",
+)
+
+
+class Arm(NamedTuple):
+    """One way to run. part: arms of a part are compared. settings: what it adds to the part's."""
+
+    part: str
+    name: str
+    settings: Sequence[str]
+
+
+ARMS = (
+    Arm("overlap", "synchronous", ()),
+    Arm("overlap", "in turn", ("schedule.staleness=1",)),
+    Arm("overlap", "side by side", ("schedule.staleness=1", "stages.placement=shared")),
+    Arm("carry-over", "synchronous", ()),
+    *(
+        Arm("carry-over", f"stream {s}", (f"schedule.staleness={s}", "schedule.mode=stream"))
+        for s in (1, 2, 4)
+    ),
 )
 
 
@@ -69,35 +102,83 @@ class WaitingTicTacToe:
         self._game.close()
 
 
+class LongTail:
+    """An episode of a log-normal number of turns, which the seed decides and no answer changes;
+    the reward is the share of even digits in the last answer. turns: the median. spread: the
+    standard deviation of the logarithm. most: turns of the longest episode."""
+
+    characters = "0123456789"
+
+    def __init__(self, turns: float = 4.0, spread: float = 1.0, most: int = 100) -> None:
+        self._median, self._spread, self._most = turns, spread, most
+        self._left = 0
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        """Draw the length."""
+        drawn = math.exp(random.Random(seed).gauss(math.log(self._median), self._spread))
+        self._left = max(1, min(self._most, round(drawn)))
+        return [Message(role="user", content=f"{prompt:04d}")]
+
+    def step(self, text: str) -> StepResult:
+        """Go on, or end."""
+        self._left -= 1
+        if self._left:
+            return StepResult([Message(role="user", content="0")], 0.0, False)
+        return StepResult([], sum(each in "02468" for each in text) / max(1, len(text)), True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def main() -> None:
     options = _options()
-    report = Report("asynchronous", "Seconds of an iteration when rollouts overlap with updates")
+    report = Report("asynchronous", "Seconds of an iteration with and without staleness")
+    arms = [arm for arm in ARMS if arm.part in options.parts]
     with tempfile.TemporaryDirectory(prefix="earl-asynchronous-") as name:
-        found = {arm: train(arm, options, Path(name)) for arm in ARMS}
-    possible = fill(report, found)
-    fastest = _seconds(found["synchronous"]) / _seconds(found["side by side"])
-    report.headline["overlap_speedup"] = fastest
-    report.headline["overlap_efficiency"] = (fastest - 1) / (possible - 1)
-    report.notes.append(
-        f"Moves wait {options.wait:g} s. overlap_efficiency is the gain over the possible one: "
-        "(speed-up - 1) / (possible speed-up - 1)."
-    )
+        scratch = options.keep or Path(name)
+        found = {arm: train(arm, options, scratch) for arm in arms}
+    for part in options.parts:
+        fill(report, part, {arm: lines for arm, lines in found.items() if arm.part == part})
+    report.notes += [
+        f"overlap: moves wait {options.wait:g} s. overlap_efficiency is the gain over the possible "
+        "one: (speed-up - 1) / (possible speed-up - 1).",
+        f"carry-over: {options.groups} groups of 8 a batch, which is what the engine has room for; "
+        f"turns of an episode have the median {options.turns:g} and the spread 1, 100 at most. "
+        "carry_over_speedup is of `stream 1`.",
+        f"{_measured(options)} iterations of each arm are measured, from number {_FIRST} on.",
+    ]
     publish(report, options)
 
 
-def train(arm: str, options: argparse.Namespace, scratch: Path) -> list[dict[str, float]]:
+def _measured(options: argparse.Namespace) -> int:
+    return 4 if options.quick else 12
+
+
+def train(arm: Arm, options: argparse.Namespace, scratch: Path) -> Lines:
     """Run one arm; the lines of its measured iterations, and the one before them."""
-    iterations = _FIRST + (4 if options.quick else 10)
-    name = arm.replace(" ", "-")
+    iterations = _FIRST + _measured(options)
+    name = f"{arm.part}-{arm.name}".replace(" ", "-")
+    sizes: Mapping[str, Sequence[str]] = {
+        "overlap": (
+            f"environment.options.seconds={options.wait}",
+            f"rollout.prompts_per_iteration={options.prompts}",
+        ),
+        "carry-over": (
+            f"environment.options.turns={options.turns}",
+            f"rollout.prompts_per_iteration={options.groups}",
+            f"rollout.max_running_requests={8 * options.groups}",
+            "rollout.max_turns=100",
+        ),
+    }
     settings = [
         f"name={name}",
         f"runs_directory={scratch / 'runs'}",
-        f"model.path={scratch / 'model'}",
-        f"environment.options.seconds={options.wait}",
-        f"rollout.prompts_per_iteration={options.prompts}",
+        f"model.path={scratch / arm.part}",
         f"iterations={iterations}",
+        *(_OVERLAP if arm.part == "overlap" else _TAIL),
+        *sizes[arm.part],
         *_RUN,
-        *ARMS[arm],
+        *arm.settings,
     ]
     environment = {"PYTHONPATH": str(REPOSITORY)}
     run_train("tictactoe_tiny", settings, scratch, log=f"{name}.log", environment=environment)
@@ -111,32 +192,54 @@ def _seconds(lines: Sequence[dict[str, float]]) -> float:
     return (lines[-1]["time"] - lines[0]["time"]) / (len(lines) - 1)
 
 
-def fill(report: Report, found: dict[str, list[dict[str, float]]]) -> float:
-    """A row for each arm and one for the limit; the possible speed-up."""
-    whole = _seconds(found["synchronous"])
-    played = median([line["rollout/stage_seconds"] for line in found["synchronous"][1:]])
-    possible = whole / max(played, whole - played)
+def fill(report: Report, part: str, found: Mapping[Arm, Lines]) -> None:
+    """A row for each arm of a part, one for the limit, and the part's headline."""
+    seconds = {arm.name: _seconds(lines) for arm, lines in found.items()}
+    whole = seconds["synchronous"]
     for arm, lines in found.items():
-        rollout = median([line["rollout/stage_seconds"] for line in lines[1:]])
-        update = median([line["update/stage_seconds"] for line in lines[1:]])
-        row: Row = {
-            "": arm,
-            "seconds of an iteration": _seconds(lines),
-            "rollout": rollout,
-            "update": update,
-            "speed-up": whole / _seconds(lines),
-        }
+        row: Row = {"": part, "arm": arm.name, "seconds of an iteration": seconds[arm.name]}
+        for stage in ("rollout", "collect", "update"):
+            times = [line[f"{stage}/stage_seconds"] for line in lines[1:] if _has(line, stage)]
+            row[stage] = median(times) if times else None
+        row["tokens/s"] = sum(line["update/tokens"] for line in lines[1:]) / (
+            lines[-1]["time"] - lines[0]["time"]
+        )
+        row["age"] = sum(line["update/age_mean"] for line in lines[1:]) / (len(lines) - 1)
+        row["speed-up"] = whole / seconds[arm.name]
         report.rows.append(row)
+        if arm.name == "synchronous":
+            played = row["rollout"]
+    if part == "carry-over":
+        report.headline["carry_over_speedup"] = whole / seconds["stream 1"]
+        return
+    assert isinstance(played, float)
+    possible = whole / max(played, whole - played)
     report.rows.append(
-        {"": "limit", "seconds of an iteration": whole / possible, "speed-up": possible}
+        {
+            "": part,
+            "arm": "limit",
+            "seconds of an iteration": whole / possible,
+            "speed-up": possible,
+        }
     )
-    return possible
+    fastest = whole / seconds["side by side"]
+    report.headline["overlap_speedup"] = fastest
+    report.headline["overlap_efficiency"] = (fastest - 1) / (possible - 1)
+
+
+def _has(line: Mapping[str, float], stage: str) -> bool:
+    return f"{stage}/stage_seconds" in line
 
 
 def _options() -> argparse.Namespace:
     made = parser(__doc__ or "")
-    made.add_argument("--wait", type=float, default=1.0, help="seconds before each answer")
-    made.add_argument("--prompts", type=int, default=64, help="prompts of an iteration")
+    parts = tuple(dict.fromkeys(arm.part for arm in ARMS))
+    made.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    made.add_argument("--wait", type=float, default=1.0, help="seconds before each move (overlap)")
+    made.add_argument("--prompts", type=int, default=64, help="prompts of an iteration (overlap)")
+    made.add_argument("--groups", type=int, default=8, help="groups of a batch (carry-over)")
+    made.add_argument("--turns", type=float, default=4.0, help="median of turns (carry-over)")
+    made.add_argument("--keep", type=Path, help="leave the runs in this directory")
     return made.parse_args()
 
 

@@ -27,6 +27,7 @@ class LossInputs:
     Attributes:
         logprobs: Log-probabilities under the policy being trained; carries the gradient.
         old_logprobs: Under the policy at the start of this update, by the trainer; no gradient.
+            Those of the engine where ``importance_correction.anchor`` is ``rollout``.
         advantages: One for each token; no gradient.
         episode_index: int64 [T], the token's episode as a local number in ``[0, n_episodes)``.
         n_episodes: Episodes in this microbatch.
@@ -87,6 +88,9 @@ class PolicyLoss(Registered, ABC):
     """True: its ratios are to ``rollout_logprobs``. They correct for the engine already, so such a
     loss is refused with an importance correction."""
 
+    to_old: ClassVar[bool] = True
+    """False: its gradient does not depend on ``old_logprobs``."""
+
     @abstractmethod
     def per_token(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of each token, float32 [T] with gradient, and diagnostics, each float32 [T] without.
@@ -121,6 +125,7 @@ class PolicyGradient(PolicyLoss):
 
     token_wise = True
     zero_without_advantage = True
+    to_old = False
 
     def per_token(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -inputs.advantages.float() * inputs.logprobs.float()

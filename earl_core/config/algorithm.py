@@ -77,6 +77,23 @@ class ImportanceConfig(Settings):
         description="token: each token is weighted by its own ratio. sequence: all tokens of an "
         "episode are weighted by the product of its ratios. geometric: by their geometric mean.",
     )
+    anchor: Literal["recompute", "rollout"] = Field(
+        default="recompute",
+        description="Policy that the ratios of the loss are to. recompute: the trained one before "
+        "the update, whose log-probs cost one forward pass more; the weights above account for the "
+        "engine's. rollout: the one that sampled, by the engine's log-probs; the loss's own bounds "
+        "then bound all of the difference, and there are no weights.",
+    )
+
+    @model_validator(mode="after")
+    def _bounds_are_used(self) -> ImportanceConfig:
+        unused = self.model_fields_set & {"cap", "low", "outside", "level"}
+        if self.anchor == "rollout" and unused:
+            raise ValueError(
+                f"algorithm.importance_correction.{min(unused)} bounds weights, which there are "
+                "none of with anchor `rollout`: remove it, or set anchor to `recompute`"
+            )
+        return self
 
     @model_validator(mode="after")
     def _ordered(self) -> ImportanceConfig:
@@ -119,6 +136,19 @@ class AlgorithmConfig(Settings):
         description="Coefficient of the entropy bonus, for each nat and token; 0: the entropy is "
         "only measured.",
     )
+
+    @property
+    def from_rollout(self) -> bool:
+        """True when the loss's ratios are to the policy that sampled, by setting."""
+        correction = self.importance_correction
+        return correction is not None and correction.anchor == "rollout"
+
+    @property
+    def weighing(self) -> dict[str, Any] | None:
+        """Parameters of `ImportanceCorrection`; None: no loss is weighted."""
+        if self.importance_correction is None or self.from_rollout:
+            return None
+        return self.importance_correction.model_dump(exclude={"anchor"})
 
     @field_validator(
         *("advantage", "policy_loss", "aggregation"),

@@ -36,6 +36,12 @@ def check_algorithm(algorithm: AlgorithmConfig, group_size: int, charged: bool) 
             "engine's log-probs itself, so algorithm.importance_correction would do it twice: "
             "leave it out"
         )
+    if loss is not None and algorithm.from_rollout and not loss.to_old:
+        raise ValueError(
+            f"algorithm.policy_loss {algorithm.policy_loss['name']!r} has no ratio that could be "
+            "to the policy that sampled: set algorithm.importance_correction.anchor to "
+            "`recompute`, or choose a loss with one, such as `ppo_clip`"
+        )
     if (algorithm.kl.placement == "none") == charged:
         raise ValueError(
             "algorithm.kl.placement and algorithm.kl.coefficient contradict each other: set "

@@ -381,4 +381,6 @@ class RunConfig(Settings):
     def needs_old_logprobs(self) -> bool:
         """True when the trainer scores the episodes before its first optimizer step."""
         steps = self.update.epochs * self.update.minibatches
-        return steps > 1 or self.algorithm.importance_correction is not None
+        return self.algorithm.weighing is not None or (
+            steps > 1 and not self.algorithm.from_rollout
+        )

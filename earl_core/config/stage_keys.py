@@ -43,6 +43,7 @@ _LATER = {
     "rollout.requests": {"constrained": "free"},
     "algorithm.importance_correction.low": 0.0,
     "algorithm.importance_correction.outside": "cut",
+    "algorithm.importance_correction.anchor": "recompute",
 }
 """Settings that are in no key while they have their default: keys of runs that were begun before
 the setting existed stay as they are."""

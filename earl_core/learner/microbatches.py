@@ -155,7 +155,7 @@ class Feed:
 @dataclass(frozen=True)
 class Evaluated:
     """A microbatch's loss and what went into it: log-probs before the first step, float32 [T'].
-    log_ratio: of the policy to the one before the update, [T'], if it matters.
+    log_ratio: of the policy to the one that the loss's ratios are to, [T'], if it matters.
     """
 
     result: MicrobatchLoss
@@ -172,10 +172,10 @@ class Algorithm:
     def __init__(self, config: AlgorithmConfig) -> None:
         self._objective = _objective(config)
         self._kl = config.kl
-        correction = config.importance_correction
+        self._from_rollout, weighing = config.from_rollout, config.weighing
         self._correction = None
-        if correction is not None:
-            self._correction = importance.ImportanceCorrection(**correction.model_dump())
+        if weighing is not None:
+            self._correction = importance.ImportanceCorrection(**weighing)
 
     @property
     def whole_episodes(self) -> bool:
@@ -189,12 +189,17 @@ class Algorithm:
         """Use that `evaluate` makes of entropies: it reports them, or learns from them."""
         return "differentiable" if self._objective.entropy_coefficient > 0 else "detached"
 
+    def comparable(self, step: int) -> bool:
+        """True when a step of the first epoch knows the log-probs of the policy before the update,
+        to compare them with the engine's."""
+        return not self.supervised and (step == 0 or not self._from_rollout)
+
     def check_columns(self, samples: Sequence[TrainingSample], steps: int) -> None:
         """Raise ValueError when an update of so many steps needs a column that is missing."""
         needed = {"advantages": "run the advantage stage first"}
         if self._objective.kl is not None:
             needed["reference_logprobs"] = "run the reference stage first"
-        if steps > 1 or self._correction is not None:
+        if self._correction is not None or (steps > 1 and not self._from_rollout):
             needed["old_logprobs"] = "fill it with `score` before the update"
         for sample in samples:
             for name, advice in needed.items():
@@ -210,8 +215,10 @@ class Algorithm:
     ) -> Evaluated:
         """The loss of the microbatch's trained tokens [T'], as a part of the minibatch's."""
         columns, index = fed.columns, fed.episode_index
-        # Without old log-probs there is a single step, so the policy before it is this one.
-        old = columns.get("old_logprobs", logprobs.detach())
+        # Without old log-probs there is a single step, so the policy before it is this one; or the
+        # loss goes by the engine's, and only the first step's policy is compared with that.
+        before = columns.get("old_logprobs", logprobs.detach())
+        old = columns["rollout_logprobs"] if self._from_rollout else before
         episodes = fed.packed.episode_ids.tolist()
         weights = None
         if self._correction is not None:
@@ -231,7 +238,7 @@ class Algorithm:
             kl_coefficient=columns.get("kl_coefficient", self._kl.at(minibatch.iteration)),
             entropy=entropy,
         )
-        return Evaluated(result, old, logprobs.detach() - old)
+        return Evaluated(result, before, logprobs.detach() - old)
 
 
 def _objective(algorithm: AlgorithmConfig) -> Objective:

@@ -260,7 +260,7 @@ class PolicyLearner:
                 self._step(
                     samples, minibatch, plan, count, algorithm,
                     metrics=metrics, iteration=iteration,
-                    compared=epoch == 0 and not algorithm.supervised,
+                    compared=epoch == 0 and algorithm.comparable(steps),
                     before_step=before_step, report=on_progress,
                 )  # fmt: skip
                 if on_step is not None:

@@ -273,9 +273,9 @@ class LearnerWorker(ModelWorker):
         Raises UpdateRefused where the run file has a small effective sample size stop it."""
         ranks, settings = Ranks(self._mesh, "data_parallel"), self._config.update
         found = age_metrics(rows.batch, self._version, ranks)
-        correction = self._config.algorithm.importance_correction
-        if correction is not None and not self._config.imitates(iteration):
-            weigher = ImportanceCorrection(**correction.model_dump())
+        weighing = self._config.algorithm.weighing
+        if weighing is not None and not self._config.imitates(iteration):
+            weigher = ImportanceCorrection(**weighing)
             found |= importance_metrics(rows.samples, weigher, ranks)
         text = too_small(found, settings.least_sample_size)
         if text and settings.small_sample == "stop":

@@ -121,6 +121,19 @@ class OwnLoss(PolicyLoss):
             with_(algorithm={"policy_loss": "dppo", "importance_correction": {"cap": 2.0}}),
             "'dppo' corrects for the engine's log-probs itself",
         ),
+        (
+            with_(algorithm={"importance_correction": {"anchor": "rollout", "cap": 2.0}}),
+            "importance_correction.cap bounds weights, which there are none of with anchor",
+        ),
+        (
+            with_(
+                algorithm={
+                    "policy_loss": "policy_gradient",
+                    "importance_correction": {"anchor": "rollout"},
+                }
+            ),
+            "'policy_gradient' has no ratio that could be to the policy that sampled",
+        ),
         (with_(schedule={"staleness": 1}), "and nothing corrects for that: set"),
         (
             with_(schedule={"staleness": 1}, algorithm={"policy_loss": "gspo"}),

@@ -123,7 +123,7 @@ def plain_logprobs(
 
 
 def with_old_logprobs(
-    samples: Sequence[TrainingSample], scored: Sequence[np.ndarray]
+    samples: Sequence[TrainingSample], scored: Sequence[np.ndarray | None]
 ) -> list[TrainingSample]:
     """The samples with `PolicyLearner.score`'s result as their `old_logprobs`."""
     return [

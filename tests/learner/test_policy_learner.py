@@ -83,6 +83,7 @@ def test_scores_equal_full_unpacked_logits(kind: str, tmp_path: Path) -> None:
         assert np.allclose(trained, expected.detach().numpy(), atol=2e-5)
 
 
+CUT = {"cap": 1.5}
 PPO = {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28}
 
 
@@ -147,28 +148,33 @@ def plain_ppo_step(
 
 
 @pytest.mark.parametrize(
-    ("kind", "weigh", "policy_loss"),
+    ("kind", "weigh", "policy_loss", "correction"),
     [
-        ("llama", "token_mean", PPO),
-        ("qwen2", "sequence_mean_token_mean", PPO),
-        ("gpt2", "sequence_mean_token_sum", PPO),
-        ("llama", "token_mean", {"name": "cispo", "clip_high": 0.1}),
-        ("qwen2", "token_mean", {"name": "dppo", "mask_low": 0.005, "mask_high": 0.002}),
+        ("llama", "token_mean", PPO, CUT),
+        ("qwen2", "sequence_mean_token_mean", PPO, CUT),
+        ("gpt2", "sequence_mean_token_sum", PPO, CUT),
+        ("llama", "token_mean", PPO, {"anchor": "rollout"}),
+        ("llama", "token_mean", {"name": "cispo", "clip_high": 0.1}, CUT),
+        ("qwen2", "token_mean", {"name": "dppo", "mask_low": 0.005, "mask_high": 0.002}, None),
         (
-            "gpt2",
-            "sequence_mean_token_mean",
+            *("gpt2", "sequence_mean_token_mean"),
             {"name": "sapo", "tau_positive": 2.0, "tau_negative": 5.0},
+            CUT,
         ),
     ],
 )
 def test_an_update_equals_plain_torch(
-    kind: str, weigh: str, policy_loss: dict[str, Any], tmp_path: Path
+    kind: str,
+    weigh: str,
+    policy_loss: dict[str, Any],
+    correction: dict[str, Any] | None,
+    tmp_path: Path,
 ) -> None:
     algorithm = {
         "policy_loss": policy_loss,
         "aggregation": weigh,
         "kl": {"placement": "loss", "coefficient": 0.1},
-        "importance_correction": None if policy_loss["name"] == "dppo" else {"cap": 1.5},
+        "importance_correction": correction,
         "entropy_coefficient": 0.01,
     }
     # A large epsilon keeps Adam's first step smooth: without it every weight moves by the sign
@@ -176,7 +182,12 @@ def test_an_update_equals_plain_torch(
     update = {"weight_decay": 0.1, "max_grad_norm": 0.5, "epsilon": 1e-2, "learning_rate": 0.1}
     learner = make_learner(save_model(kind, tmp_path), algorithm, **update)
     samples = random_samples(16, samples_per_episode=2)
-    metrics = learner.update(samples, iteration=0)
+    if correction == {"anchor": "rollout"}:
+        # The engine's log-probs take the place of those of the policy before, which nobody has.
+        metrics = learner.update(with_old_logprobs(samples, [None] * 16), iteration=0)
+        samples = with_old_logprobs(samples, [each.rollout_logprobs for each in samples])
+    else:
+        metrics = learner.update(samples, iteration=0)
     plain, loss, norm = plain_ppo_step(tmp_path, samples, learner.config, weigh, policy_loss)
     assert policy_loss["name"] == "sapo" or 0.1 < metrics["clip_fraction"] < 0.9
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
@@ -184,6 +195,29 @@ def test_an_update_equals_plain_torch(
     ours = learner.named_weights()
     for name, parameter in plain.named_parameters():
         assert torch.allclose(ours[name], parameter, atol=2e-5), name
+
+
+def test_several_steps_from_the_engines_logprobs_equal_those_from_equal_ones_of_the_trainer(
+    tmp_path: Path,
+) -> None:
+    """The mismatch is measured in the first step alone, whose policy is the one before."""
+    save_model("llama", tmp_path)
+    samples = random_samples(16)
+    steps = {"minibatches": 2, "epochs": 2, "epsilon": 1e-2, "learning_rate": 0.1}
+    ours = make_learner(tmp_path, {"importance_correction": {"anchor": "rollout"}}, **steps)
+    scored = ours.score(samples)
+    found = ours.update(with_old_logprobs(samples, [None] * 16), iteration=0)
+    theirs = make_learner(tmp_path, **steps)
+    same = with_old_logprobs(samples, [each.rollout_logprobs for each in samples])
+    expected = theirs.update(same, iteration=0)
+    assert largest_difference(ours, theirs) == 0.0
+    assert found["grad_norm"] == expected["grad_norm"] > 0
+    assert expected["mismatch_mean"] == 0.0
+    gaps = [
+        np.abs(values - sample.rollout_logprobs)[sample.loss_mask == 1]
+        for values, sample in zip(scored, samples, strict=True)
+    ]
+    assert min(map(np.max, gaps)) <= found["mismatch_max"] <= max(map(np.max, gaps))
 
 
 @pytest.mark.parametrize("policy_loss", ["ppo_clip", "gspo", "policy_gradient"])
