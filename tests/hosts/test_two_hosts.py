@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from earl_core.run.episodes import read_episodes
@@ -98,6 +99,43 @@ def test_a_run_over_two_hosts_equals_one_on_two_parts_of_a_machine(
         here, there = (episodes(directory, name, iteration) for name in ("here", "there"))
         assert len(here) > 0
         assert here == there
+    assert_nothing_is_left(two_hosts)
+
+
+STALE = {"algorithm.importance_correction": "{}", "stages.placement": "shared"}
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+def test_iterations_overlap_over_two_hosts_as_on_two_parts_of_a_machine(
+    two_hosts: TwoHosts, directory: Path
+) -> None:
+    ahead = {**STALE, "schedule.staleness": 1, "iterations": 4}
+    two_hosts.run(0, *command("ahead", {**ahead, "cluster.hosts": 2}), directory=directory)
+    two_hosts.run(0, *command("ahead-there", ahead | over(two_hosts)), directory=directory)
+    assert largest_difference(directory, "ahead", "ahead-there") == 0.0
+    assert largest_difference(directory, "here", "ahead-there") > 0.0
+    assert hosts_of(directory, "ahead-there", "rollout", 3) == {"host-0", "host-1"}
+    lines = (directory / "runs" / "ahead-there" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["update/age_max"] for line in lines] == [0.0, 1.0, 1.0, 1.0]
+    assert_nothing_is_left(two_hosts)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+def test_a_stream_over_two_hosts_trains_each_group_once(
+    two_hosts: TwoHosts, directory: Path
+) -> None:
+    stream = {**STALE, "schedule": "{staleness: 2, mode: stream}", "iterations": 4}
+    two_hosts.run(0, *command("stream", stream | over(two_hosts)), directory=directory)
+    groups = int(SETTINGS["rollout.prompts_per_iteration"])
+    for iteration in range(4):
+        path = directory / f"runs/stream/iterations/{iteration:06d}/episodes.parquet"
+        rows = pq.read_table(path).to_pylist()
+        wanted = range(iteration * groups, (iteration + 1) * groups)
+        assert {row["group_id"] for row in rows} == set(wanted)
+        sampled = {v for row in rows for v in row["token_versions"] if v >= 0}
+        assert iteration - 2 <= min(sampled) <= max(sampled) <= iteration
     assert_nothing_is_left(two_hosts)
 
 
