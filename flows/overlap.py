@@ -14,7 +14,8 @@ k - 1. `train` begins the iterations in order, each as a flow run of its own.
 | the end: metrics, STABLE, release of shards | iteration k - 1 has ended |
 
 Rollout k - 1 is sealed first where the prompts follow from its seal (mixtures, waves of prompts),
-where the version to play is to be evaluated, and where engines change.
+where the version to play is to be evaluated, and where engines change. All of iteration k - 1 has
+ended first where devices change sides, or where rollout and update take turns.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from earl_core.control.engine_turns import LeftAhead
 from earl_core.deployment.stages import ROLES, ROWS, Stage
 from flows.running import log
 
-BEGUN, LEFT, PLAYED, END = "begun", "left", "rollout", "end"
-"""Points of an iteration: its flow run runs; an engine has nothing more to play for it; none works
-for it any more; all of it is done."""
+BEGUN, PLACED, LEFT, PLAYED, END = "begun", "devices", "left", "rollout", "end"
+"""Points of an iteration: its flow run runs; its plan's devices are on their sides; an engine has
+nothing more to play for it; none works for it any more; all of it is done."""
 
 
 class Overlap:
@@ -71,6 +72,11 @@ class Overlap:
             if stage.makes == "weights":
                 # Which deletes older ones, and the end of that iteration saves some.
                 await self._reached(iteration - 1, END)
+
+    async def before_devices(self, iteration: int, barrier: bool) -> None:
+        """Wait until the iteration may have its devices. barrier: only once the one before has
+        ended."""
+        await self._reached(iteration - 1, END if barrier else PLACED)
 
     async def before_end(self, iteration: int) -> None:
         """Wait until the iteration may be finished."""

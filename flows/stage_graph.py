@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from earl_core.control.device_moves import follow, needs_barrier
 from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
 from earl_core.control.prompt_waves import divided, more
 from earl_core.control.run_controller import RunController, Verdict
@@ -28,8 +29,8 @@ from earl_core.deployment.stages import (
     taking_part,
 )
 from earl_core.dispatch import Manifest
-from earl_core.selector.choice.predict import NoFeasiblePlan
-from flows.overlap import Overlap
+from earl_core.selector.choice.prediction import NoFeasiblePlan
+from flows.overlap import PLACED, Overlap
 from tasks.publish import input_weights
 from tasks.select import select_inputs
 from tasks.stage import StageRef, resolve
@@ -104,6 +105,7 @@ class StageGraph:
         infeasible = None
         while True:
             await self.choose(infeasible)
+            await self._take_devices()
             await self._runner.aside(self.controller.start_ahead, self.plan)
             try:
                 await work()
@@ -126,6 +128,15 @@ class StageGraph:
             raise nothing from infeasible
         if infeasible is not None:
             require_another(infeasible, self.plan)
+
+    async def _take_devices(self) -> None:
+        """Have the worker groups follow the plan, once what works under another one is done."""
+        if self._overlap is not None:
+            barrier = await self._runner.aside(needs_barrier, self.controller, self.plan)
+            await self._overlap.before_devices(self.iteration, barrier)
+        await self._runner.aside(follow, self.controller, self.plan)
+        if self._overlap is not None:
+            await self._overlap.passed(self.iteration, PLACED)
 
     @property
     def plan(self) -> DeploymentPlan:

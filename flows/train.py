@@ -223,8 +223,9 @@ def _apart(controller: RunController, number: int) -> bool:
 
 
 def overlaps(settings: RunConfig) -> bool:
-    """Tell whether iterations run side by side; colocated stages take turns anyway."""
-    return settings.schedule.pinned > 0 and settings.stages.placed.side_by_side
+    """Tell whether iterations run side by side, or may; colocated stages take turns anyway."""
+    beside = settings.divides or settings.stages.placed.side_by_side
+    return settings.schedule.pinned > 0 and beside
 
 
 def _may_go_back(

@@ -17,12 +17,15 @@ def collect(given: StageInputs) -> dict[str, Any]:
     """Wait for this iteration's groups, and name their rows."""
     controller, iteration, plan = given.controller, given.iteration, given.plan
     weights = input_weights(controller, plan["update"], iteration)
-    with StageWatch(controller, plan["rollout"], iteration).fitting():
+    watch = StageWatch(controller, plan["rollout"], iteration)
+    with watch.fitting():
         result = controller.stream.collect(
             plan["rollout"], iteration, weights, alone=controller.single_iteration
         )
     if text := controller.config.mismatch_watch.warning(result["metrics"], iteration):
         logger.warning("%s", text)
+    if not result["metrics"]["replicas_lost"]:
+        result["outputs"] |= watch.measured(result["metrics"])
     # The weights before these, which engines might have loaded until now.
     controller.release_weights(iteration - 1)
     return result

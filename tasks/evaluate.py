@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from earl_core.control.device_moves import engines_of
 from earl_core.control.replicas import play_evaluation
 from earl_core.control.stage_execution import StageWatch
 from tasks.publish import input_weights
@@ -15,8 +16,9 @@ def evaluation(given: StageInputs) -> dict[str, Any]:
     """Play prompts and seeds that training never uses."""
     controller, iteration, plan = given.controller, given.iteration, given.plan
     weights = input_weights(controller, plan["update"], iteration, "evaluation")
-    with StageWatch(controller, plan["rollout"], iteration).fitting():
-        result = play_evaluation(controller, plan["rollout"], iteration, weights)
+    engines = engines_of(controller, plan)
+    with StageWatch(controller, engines, iteration).fitting():
+        result = play_evaluation(controller, engines, iteration, weights)
     shares = {
         f"outcome/{name}/{part}": float(value)
         for name, parts in result["outcomes"].items()

@@ -18,7 +18,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.selector.choice.changes import stage_changes
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits
-from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.profile.observations import (
     Observation,
@@ -133,6 +133,7 @@ def _selection_input(
         iteration=iteration,
         attempt=attempt,
         iterations_left=max(1, controller.config.iterations - iteration),
+        keeps_division=_plays_already(controller, iteration),
         statistics=_statistics(controller, iteration, observed),
         current=_current(controller, iteration, attempt),
         profile=_profile(controller),
@@ -150,6 +151,15 @@ def _current(controller: RunController, iteration: int, attempt: int) -> Deploym
         if plan is not None and (number < iteration or plan.attempt < attempt):
             return plan
     return None
+
+
+def _plays_already(controller: RunController, iteration: int) -> bool:
+    """Tell whether the iteration has devices, and others may play ahead of it on theirs; a stream's
+    engines play for later ones all the time."""
+    followed, schedule = controller.followed, controller.config.schedule
+    if followed is None or not schedule.staleness:
+        return False
+    return schedule.streams or followed.iteration >= iteration
 
 
 def _statistics(

@@ -85,12 +85,12 @@ def check_deal(rollout: RolloutConfig, kept: int | str) -> None:
 
 
 def check_stream(
-    rollout: RolloutConfig, agents: Sequence[str], policy: str, imitates: bool, learns: bool
+    rollout: RolloutConfig, agents: Sequence[str], imitates: bool, learns: bool
 ) -> None:
     """Raise `ValueError` for settings that groups which go on under newer weights cannot have.
 
-    agents: environments of agents. policy: of the selector. imitates, learns: first iterations
-    imitate, and a curriculum divides the prompts.
+    agents: environments of agents. imitates, learns: first iterations imitate, and a curriculum
+    divides the prompts.
     """
     problems = {
         f"agents ({', '.join(agents)}), whose time limits run on while their engine is away: let "
@@ -100,7 +100,6 @@ def check_stream(
         "leave it out": rollout.deal != "contiguous",
         "imitation: imitate in a run of its own, and begin this one from it (model.from)": imitates,
         "a curriculum, which reads the returns of whole rollouts: leave it out": learns,
-        f"selector.policy `{policy}`: set it to `fixed`": policy != "fixed",
     }
     for problem, there in problems.items():
         if there:

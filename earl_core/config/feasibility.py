@@ -77,7 +77,8 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
 def check_devices(config: RunConfig, hardware: Hardware) -> None:
     """Raise `ConfigError` when stage deployments need more devices than there are."""
     stages = config.stages
-    if stages.placement == "shared" and hardware.gpus:
+    placement = stages.division.placement
+    if placement == "shared" and hardware.gpus:
         raise ConfigError(
             "stages.placement `shared` has engine and trainer in the memory of the same devices at "
             "the same time, which is not divided between them on GPUs: use `separate` or "
@@ -92,9 +93,9 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
             where = "this machine" if hardware.hosts == 1 else f"each of {hardware.hosts} hosts"
             raise ConfigError(
                 f"{key} asks for {rollout.replicas} engines on {rollout.ranks} devices and for "
-                f"{update.ranks} ranks, {stages.placement}, which need {needed} devices; {where} "
+                f"{update.ranks} ranks, {placement}, which need {needed} devices; {where} "
                 f"has {hardware.devices_per_host} {unit}: lower a degree"
-                + ("" if stages.placement == "colocated" else ", or set stages.placement=colocated")
+                + ("" if placement == "colocated" else ", or set stages.placement=colocated")
             )
         together = stages.placed.devices(1, 1) > 1
         cores = hardware.cpu_cores * hardware.hosts
@@ -102,7 +103,7 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
         if together and wanted > max(cores, rollout.ranks + update.ranks):
             raise ConfigError(
                 f"rollout.threads and update.threads make {wanted} threads that work at the same "
-                f"time under stages.placement {stages.placement}, more than the {cores} CPU "
+                f"time under stages.placement {placement}, more than the {cores} CPU "
                 "cores: lower them, or set both to 0"
             )
 

@@ -238,10 +238,10 @@ class RunConfig(Settings):
         if self.schedule.streams:
             agents = [label or "environment" for label, each in self.played.items() if each.agent]
             others = self.imitation is not None, self.curriculum is not None
-            check_stream(rollout, agents, self.selector.policy, *others)
+            check_stream(rollout, agents, *others)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
-        self.selector.check_stages(self.stages)
+        self.selector.check_stages(self.stages, self, self.schedule.staleness)
         return self
 
     @property
@@ -253,6 +253,11 @@ class RunConfig(Settings):
             model = model.at(run / KEPT_ANCESTOR / "model")
         pairs = run / KEPT_ADAPTER / "model"
         return model.beginning_with(pairs) if pairs.is_dir() else model
+
+    @property
+    def divides(self) -> bool:
+        """True where the selector divides the devices between rollout and training."""
+        return self.selector.divides(self, self.schedule.staleness)
 
     @property
     def references(self) -> tuple[str, ...]:

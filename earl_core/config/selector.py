@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.stages import StagesConfig
-from earl_core.deployment.stages import Selectable
+from earl_core.deployment.stages import STAGES, Selectable
 from earl_core.system.settings import Place, Settings
 
 VARIABLE_FIELDS = (
@@ -141,8 +141,26 @@ class SelectorConfig(Settings):
         moved = {"fixed": (), "average_context": ("rollout",)}
         return moved.get(self.policy, self.stages)
 
-    def check_stages(self, stages: StagesConfig) -> None:
-        """Raise `ValueError` for stage deployments that leave the policy nothing to move."""
+    def divides(self, given: Any, staleness: int) -> bool:
+        """Tell whether the division of the devices between rollout and training is a choice.
+
+        given: a run's configuration, or a selection's input.
+        """
+        free = given.stages.placement in (None, "separate")
+        return staleness > 0 and free and self._lays_out_all(given)
+
+    def _lays_out_all(self, given: Any) -> bool:
+        """Tell whether it lays out every stage that takes part in ranks of its own."""
+        own = (name for name in get_args(Selectable) if STAGES[name].takes_part(given))
+        roles = {name: STAGES[name].done_by(given) for name in own}
+        wanted = {name for name, role in roles.items() if role == STAGES[name].role}
+        return self.policy == "live_tokens" and wanted <= set(self.moves)
+
+    def check_stages(self, stages: StagesConfig, given: Any, staleness: int) -> None:
+        """Raise `ValueError` for stage deployments that leave the policy nothing to move.
+
+        given: the run's configuration.
+        """
         if self.policy == "fixed":
             return
         if stages.changes:
@@ -150,11 +168,13 @@ class SelectorConfig(Settings):
                 f"stages.changes and selector.policy {self.policy!r} both say when stage "
                 "deployments change: remove the changes, or set selector.policy to `fixed`"
             )
-        if stages.placement != "colocated":
+        if stages.division.placement == "colocated":
+            return
+        if not staleness or not self._lays_out_all(given):
             raise ValueError(
-                f"selector.policy {self.policy!r} lays every stage out over all devices, which "
-                f"stages.placement {stages.placement!r} divides: set it to `colocated`, or "
-                "selector.policy to `fixed`"
+                f"stages.placement {stages.placement!r} is for selector.policy `live_tokens` only "
+                "where schedule.staleness is above 0 and selector.stages has all stages: set it to "
+                "`colocated`, or selector.policy to `fixed`"
             )
 
     def check_rollout(self, rollout: RolloutConfig) -> None:

@@ -74,6 +74,9 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
             del played[name]
     for suite in suites:
         del suite["gate"]
+    if (stages := whole.get("stages", {})).get("placement", "") is None:
+        # Its default had a name before the selector could choose another.
+        stages["placement"] = "colocated"
     for name, default in _LATER.items():
         section, _, key = name.rpartition(".")
         # There is no section where it is null.

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.deployment.placement import PLACEMENTS, Placement
+from earl_core.deployment.placement import PLACEMENTS, Division, Placement
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.settings import Settings
 from earl_core.system.similar import meant
@@ -106,11 +106,12 @@ class StagesConfig(Settings):
     """Parallelism of the stages under the selector's policy `fixed`. The reference model has the
     update's stage deployment."""
 
-    placement: str = Field(
-        default="colocated",
+    placement: str | None = Field(
+        default=None,
         description="colocated: rollout and update use the same devices in turn. separate: each "
         "has devices of its own. shared: both use the same devices at the same time, whose memory "
-        "must hold both.",
+        "must hold both. null: colocated, or with schedule.staleness and selector.policy "
+        "`live_tokens` as the selector chooses.",
     )
     rollout: RolloutStage | None = Field(
         default=None,
@@ -129,8 +130,8 @@ class StagesConfig(Settings):
 
     @field_validator("placement")
     @classmethod
-    def _known_placement(cls, value: str) -> str:
-        if value not in PLACEMENTS:
+    def _known_placement(cls, value: str | None) -> str | None:
+        if value is not None and value not in PLACEMENTS:
             raise ValueError(
                 f"there is no placement {value!r}: {meant(value, PLACEMENTS)}choose from "
                 f"{', '.join(PLACEMENTS)}"
@@ -149,9 +150,14 @@ class StagesConfig(Settings):
         return value
 
     @property
+    def division(self) -> Division:
+        """The division of the devices, unless the selector chooses one."""
+        return Division(placement=self.placement or "colocated")
+
+    @property
     def placed(self) -> Placement:
-        """The placement by its name."""
-        return PLACEMENTS[self.placement]
+        """Its placement."""
+        return self.division.placed
 
     def at(self, iteration: int) -> tuple[StageDeployment | None, StageDeployment | None]:
         """Return the deployments of rollout and update in one iteration, without the settings of

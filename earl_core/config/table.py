@@ -115,7 +115,8 @@ def _stage_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         named = [each.deployment for each in (change.rollout, change.update) if each is not None]
         text = "; ".join(f"{each.stage} {each.label}" for each in named)
         rows.append((f"from iteration {change.iteration} on", text, "stages.changes"))
-    rows.append(("devices of the two", stages.placement, "stages.placement"))
+    division = "as the selector chooses" if config.divides else stages.division.placement
+    rows.append(("devices of the two", division, "stages.placement"))
     if moved:
         runs = [each for each in moved if STAGES[each].takes_part(config)]
         where = f"stage deployment of {', '.join(runs)}"

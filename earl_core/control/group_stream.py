@@ -92,7 +92,7 @@ class GroupStream:
             self._iteration, self._newest, self._deployment = iteration, weights, deployment
             last = iteration + 1 if alone else self._config.iterations
             self._until = last * self._config.rollout.prompts_per_iteration
-            self._goes_ahead = self._config.stages.placed.side_by_side and not alone
+            self._goes_ahead = self._groups.division.placed.side_by_side and not alone
             carried_over = sum(len(each.playing) for each in self._engines.values())
             self._changed.notify_all()
         self._start(deployment.replicas)

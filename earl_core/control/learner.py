@@ -107,8 +107,10 @@ def _redeploy(
     """
     group = controller.groups.live(learner.role)
     if group is None or group.deployment is None or learner.version is None:
-        learner.drop_handoff()
-        return None
+        parked, learner.parked = learner.parked, None
+        if parked is None:
+            learner.drop_handoff()
+        return parked
     if group.deployment == deployment._asdict():
         return None
     current = StageDeployment(**group.deployment)
@@ -119,15 +121,24 @@ def _redeploy(
                 iteration, deployment.stage, f"resharded in {moved['seconds']:.2f} s"
             )
             return None
-        with suppress(StateLost):
-            return saved_state(controller.run, learner.version)
-        learner.drop_handoff()
-        call_learner(controller, current, "save", iteration, directory=str(learner.handoff))
-        return learner.handoff
+        return save_state(controller, learner, current, iteration)
     except WorkerCallFailed:
         # Its state is no use any more; the last checkpoint's may be as new.
         logger.warning("the live learner could not be resharded: a new one is built", exc_info=True)
         return None
+
+
+def save_state(
+    controller: RunController, learner: LearnerHandle, deployment: StageDeployment, iteration: int
+) -> Path | None:
+    """Return the folder of the state that the live learner, deployed so, holds; saved there unless
+    a checkpoint has it."""
+    assert learner.version is not None
+    with suppress(StateLost):
+        return saved_state(controller.run, learner.version)
+    learner.drop_handoff()
+    call_learner(controller, deployment, "save", iteration, directory=str(learner.handoff))
+    return learner.handoff
 
 
 def publish_weights(

@@ -17,13 +17,15 @@ class LearnerHandle:
     """One for each role that trains a model (`deployment.stages.TRAINED`).
 
     A version belongs to the group that reported it, so that a group that is lost or rebuilt takes
-    it along.
+    it along. parked: the folder of the state that the next group takes over, where the last one
+    ended for it.
     """
 
     def __init__(self, role: str, run: RunDirectory, groups: WorkerGroups) -> None:
         self.role = role
         self._run, self._groups = run, groups
         self._held: tuple[Group | None, int] = None, 0
+        self.parked: Path | None = None
 
     @property
     def version(self) -> int | None:

@@ -73,12 +73,12 @@ def preflight(
         check_devices(config, hardware)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
     stale = config.schedule.pinned
-    if stale and not config.stages.placed.side_by_side:
+    if stale and not config.divides and not config.stages.placed.side_by_side:
         logger.warning(
             "schedule.staleness is %d, but under stages.placement %r rollout and update take "
             "turns: episodes are older and nothing is gained; set the placement to `separate` or "
             "`shared`",
-            stale, config.stages.placement,
+            stale, config.stages.division.placement,
         )  # fmt: skip
     precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
     return Preflight(hosts, hardware, model, precision)

@@ -140,6 +140,7 @@ class RunController:
         where, told = (run.config, run.path, run.logs, self.hardware), self.listener
         self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
+        self.followed: DeploymentPlan | None = None
         self.turns = EngineTurns()
         self.stream = GroupStream(run, self.groups, self.listener)
         self.stop_requested = self.groups.stop_requested
@@ -197,6 +198,7 @@ class RunController:
         self._check_demonstrations(self.next_iteration())
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:
+            self.groups.move(sealed.division or self.config.stages.division)
             self.start_ahead(sealed)
         note_change(self.run)
         self._check_gates()
@@ -249,6 +251,8 @@ class RunController:
         In the order of need. A seal is a hint only: a stage whose seal does not count starts its
         group itself.
         """
+        if (plan.division or self.config.stages.division) != self.groups.division:
+            return
 
         def unsealed(*stages: str) -> bool:
             paths = (self.run.stage_path(plan.iteration, stage) for stage in stages)

@@ -31,7 +31,7 @@ from earl_core.experience.alike_groups import TRAINED_EPISODES
 from earl_core.run import stage_key
 from earl_core.run.group_batches import misfit
 from earl_core.selector.choice.changes import infeasible_text
-from earl_core.selector.choice.expected_load import computed_load
+from earl_core.selector.choice.expected_load import computed_load, in_play
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.memory_model import gib
@@ -48,6 +48,10 @@ from earl_core.system.files import read_file
 from earl_core.system.memory import memory_in_use
 
 logger = logging.getLogger(__name__)
+
+_LEAST_WAITED = 0.1
+"""Share of the seconds between two batches of a stream in which the second was waited for, from
+which on the engines are taken to have been busy."""
 
 
 def load_of(rollout: Mapping[str, float]) -> Load:
@@ -109,10 +113,16 @@ def _measured(
         load = load._replace(episodes=max(1, round((1.0 - skipped) * load.episodes)))
     seconds, requests = metrics["seconds"], float(load.episodes)
     if deployment.stage == "rollout":
+        load = load._replace(in_play=in_play(predictor.given))
         rate = decode_rate(predictor.roofline, candidate, load, seconds)
         requests = load.offered(candidate)
     else:
         rate = training_rate(load, seconds)
+    shares = predictor.given.divides and predictor.division.placement == "shared"
+    # Engines that nobody waited for may have had nothing to play.
+    if shares or metrics.get("stage_seconds", seconds) < _LEAST_WAITED * seconds:
+        # The seconds of two stages on the same cores say nothing of either by itself.
+        rate = 0.0
     if controller.hardware.gpus:
         peak = metrics.get("peak_cuda_bytes", 0.0)
     else:
@@ -136,8 +146,10 @@ def _measured(
 def _predictor(controller: RunController, iteration: int) -> Predictor | None:
     """The one that the iteration's plan came from; None for a model that it cannot predict."""
     path = controller.run.stage_path(iteration, "selection").with_suffix(".input")
+    plan = controller.run.plan(iteration)
     try:
-        return Predictor(SelectionInput.model_validate_json(read_file(path)))
+        given = SelectionInput.model_validate_json(read_file(path))
+        return Predictor(given, division=plan.division if plan is not None else None)
     except (OSError, ValueError) as error:
         logger.debug("iteration %d is not observed: %s", iteration, error)
         return None

@@ -23,7 +23,7 @@ from earl_core.cluster.in_process import InProcessGroup
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.control.worker_environment import worker_environment
-from earl_core.deployment.placement import Assignment, Place, spread
+from earl_core.deployment.placement import Assignment, Division, Place, spread
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
 from earl_core.deployment.stages import PLACED, ROLES
@@ -83,6 +83,7 @@ class WorkerGroups:
     a stage belong to. hosts: where ranks run; none: this machine. peers: for who reads shards.
     here: have all in this process and the callers' threads, for a debugger. note: keeps an event of
     an iteration and a stage. `rebuilt`: groups that were lost between two calls, by iteration.
+    `division`: of the devices, by which groups have their places.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class WorkerGroups:
         self._note = note
         self.stop_requested = threading.Event()
         self._config, self._directory, self._logs = config, directory, logs
-        self._placement, self._settings = config.stages.placed, config.model_dump(mode="json")
+        self.division, self._settings = config.stages.division, config.model_dump(mode="json")
         self._listener = listener
         self._next_iteration = next_iteration
         self._hosts = hosts or local_hosts(1)
@@ -209,7 +210,7 @@ class WorkerGroups:
 
     def _place(self, role: str, deployment: StageDeployment, member: int) -> tuple[Place, ...]:
         resources = [host.resources for host in self._hosts]
-        placed = spread(self._placement, deployment, member, resources)
+        placed = spread(self.division.placed, deployment, member, resources)
         if role not in PLACED:
             return tuple((host, Assignment()) for host, _ in placed)
         return placed
@@ -226,7 +227,7 @@ class WorkerGroups:
         """Have the roles that take turns with this one give back what memory they can, until they
         are asked for again. None of them may be in a call."""
         for key in list(self._groups):
-            giving = key[0] in self._placement.gives_way(role)
+            giving = key[0] in self.division.placed.gives_way(role)
             if giving and key not in self._released and self.live(*key) is not None:
                 self._call_quietly(self._groups[key], ROLES[key[0]].release, deployment)
                 self._released.add(key)
@@ -267,6 +268,15 @@ class WorkerGroups:
         for group in groups:
             group.stop(_GRACE_SECONDS)
 
+    def move(self, division: Division) -> None:
+        """Have groups be placed by another division of the devices: those that have a place end.
+        None of them may be in a call."""
+        for thread in self._threads:
+            thread.join(self._config.deadlines.start)
+        for role in PLACED:
+            self.retire(role, 0)
+        self.division = division
+
     def start_ahead(self, wanted: Iterable[tuple[str, StageDeployment]]) -> None:
         """Start the groups of these roles side by side, and return at once.
 
@@ -279,7 +289,7 @@ class WorkerGroups:
         if self._here:
             return
         for role, deployment in wanted:
-            if self.hardware.gpus and self._placement.gives_way(role):
+            if self.hardware.gpus and self.division.placed.gives_way(role):
                 continue
             for member in range(deployment.groups):
                 if self.live(role, member) is None:

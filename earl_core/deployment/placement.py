@@ -16,6 +16,7 @@ from typing import Protocol
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import PLACED, TRAINING
 from earl_core.system.hardware import HostResources
+from earl_core.system.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -180,3 +181,19 @@ PLACEMENTS: Mapping[str, Placement] = {
     "shared": Shared(),
 }
 """Every placement by the name that `stages.placement` gives it."""
+
+
+class Division(Settings):
+    """The division of the devices between rollout and training.
+
+    placement: a name of `PLACEMENTS`. engine_devices: devices of each host that are the engines',
+    where the placement gives each side its own; 0: all, or as the stage deployments say.
+    """
+
+    placement: str = "colocated"
+    engine_devices: int = 0
+
+    @property
+    def placed(self) -> Placement:
+        """The placement by its name."""
+        return PLACEMENTS[self.placement]

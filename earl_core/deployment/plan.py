@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from earl_core.deployment.placement import Division
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.settings import Settings
 
@@ -48,6 +49,8 @@ class DeploymentPlan(Settings):
     predictions: by stage; none where the model is one that nothing can be predicted for.
     fetch_bandwidth: bytes/s that a host fetches from the others; 0: there are no others, or rows
     are dealt as configured.
+    division: of the devices, where the selector chooses it, with a reason of its own under
+    `placement`; None: the run file says it.
     """
 
     iteration: int = Field(ge=0)
@@ -58,6 +61,7 @@ class DeploymentPlan(Settings):
     attempt: int = Field(default=0, ge=0)
     predictions: dict[str, StagePrediction] = Field(default_factory=dict)
     fetch_bandwidth: float = Field(default=0.0, ge=0)
+    division: Division | None = None
 
     def __getitem__(self, stage: str) -> StageDeployment:
         return self.stages[stage]

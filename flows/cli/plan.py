@@ -29,7 +29,7 @@ from earl_core.selector.choice.explain import (
     summary,
 )
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import device_of
@@ -37,7 +37,7 @@ from earl_core.selector.model.memory_model import gib
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
 from earl_core.system.plural import plural
-from earl_core.system.shared_memory import Need, enlarge, room_in
+from earl_core.system.shared_memory import VERSIONS, Need, enlarge, room_in
 from flows.cli.found_runs import find_run
 from flows.cli.plan_arguments import find_hardware, find_model, parse_contexts
 from flows.cli.tables import make_console, rows_table
@@ -142,7 +142,7 @@ def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) 
     except NoFeasiblePlan as error:
         console.print(f"Choosing again gives no plan: this version of earl finds that {error}")
         return
-    if (again.stages, again.policy) == (plan.stages, plan.policy):
+    if (again.stages, again.policy, again.division) == (plan.stages, plan.policy, plan.division):
         console.print("Choosing again from the sealed input gives the same plan.")
     else:
         console.print("Choosing again gives another plan: this version of earl chooses otherwise:")
@@ -228,11 +228,12 @@ def _need(shape: ModelShape, loads: Sequence[PlannedLoad], value: int) -> Need:
     return Need(
         value * shape.trained_parameters,
         max(samples_bytes(a.responses, a.context, columns=int(a.reference)) for a in loads),
+        VERSIONS + max(asked.staleness for asked in loads),
     )
 
 
 def _shared_memory(need: Need, here: bool) -> Text:
-    weights = f"{gib(need.weights)} for two versions of the weights"
+    weights = f"{gib(need.weights)} for {need.counted} of the weights"
     text = Text(
         f"Shared memory of each host: {weights} and {gib(need.samples)} for an iteration's "
         f"samples, so {gib(need.size)} or more."

@@ -16,7 +16,7 @@ from earl_core.selector.choice.explain import (
     plan_rows,
     refused_rows,
 )
-from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.files import read_file

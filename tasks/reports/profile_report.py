@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from earl_core.selector.choice.explain import Row, summary
-from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.held_out import HeldOutError, held_out_errors
 from earl_core.selector.model.memory_model import gib

@@ -150,7 +150,6 @@ class OwnLoss(PolicyLoss):
         (with_(schedule={"mode": "stream"}), "set staleness to 1 or more"),
         (with_(schedule=STREAM), "and nothing corrects for that: set"),
         (streaming(rollout={"alike_groups": "drop"}), "does not go with rollout.alike_groups"),
-        (streaming(selector={"policy": "live_tokens"}), "does not go with selector.policy"),
         (streaming(imitation={"data": "x", "iterations": 1}), "does not go with imitation"),
         (
             with_(

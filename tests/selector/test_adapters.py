@@ -18,7 +18,8 @@ from earl_core.deployment.shapes import AdapterShape, ModelShape
 from earl_core.deployment.stage_deployment import CHECKPOINTING, StageDeployment
 from earl_core.selector.choice.explain import PlannedLoad, ask
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.activations import pair_bytes
 from earl_core.selector.model.candidates import memory_model

@@ -16,7 +16,7 @@ from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import cluster

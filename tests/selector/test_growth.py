@@ -10,7 +10,8 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.policy import choose_as_far_as_it_fits, select
-from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import forecast
 from tests.selector.examples import bare, given
 

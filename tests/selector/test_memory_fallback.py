@@ -10,7 +10,8 @@ from earl_core.config.stages import StagesConfig
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.model.sizes import (

@@ -17,7 +17,7 @@ from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import write_manifest
 from earl_core.run.record import Journal
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.predict import NoFeasiblePlan
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import find_devices

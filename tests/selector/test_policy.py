@@ -18,7 +18,8 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import POLICIES, select
-from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.candidates import rollout_candidates, training_candidates
 from earl_core.selector.model.catalogue import MODELS

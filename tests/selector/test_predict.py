@@ -16,7 +16,8 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import select
-from earl_core.selector.choice.predict import NoFeasiblePlan, Predictor
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.calibration import Calibration, Peak
 from earl_core.selector.model.catalogue import MODELS

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
-from earl_core.selector.choice.predict import Prediction, Predictor
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.prediction import Prediction
 from earl_core.selector.choice.selection import CONTEXT_RAISED
 from earl_core.selector.model.memory_model import MemoryModel, gib
 from earl_core.selector.profile.observations import Observation

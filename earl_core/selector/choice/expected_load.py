@@ -36,10 +36,17 @@ def loads(given: SelectionInput) -> tuple[Load, Load]:
             generated=max(1.0, context * share),
             turns=seen.turns_mean[-1] if seen.turns_mean else float(given.rollout.max_turns),
             tool_wait=seen.tool_wait_seconds[-1] if seen.tool_wait_seconds else 0.0,
+            in_play=in_play(given),
         )
 
     ahead = at(1 + settings.forecast)
     return at(1), ahead._replace(longest=max(ahead.longest, min(limit, max(longest[-WINDOW:]))))
+
+
+def in_play(given: SelectionInput) -> int:
+    """Episodes that engines of a stream are given at a time, at most; 0 where there is none."""
+    episodes = given.rollout.episodes_per_iteration
+    return (given.staleness + 1) * episodes if given.streams else 0
 
 
 def computed_load(

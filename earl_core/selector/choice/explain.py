@@ -15,8 +15,10 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import SELECTABLE
-from earl_core.selector.choice.policy import evaluate, select
-from earl_core.selector.choice.predict import Prediction, Predictor
+from earl_core.selector.choice.combination import evaluate
+from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.prediction import Prediction
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.activations import standard_activation_bytes
 from earl_core.selector.model.candidates import RuledOut
@@ -28,6 +30,7 @@ from earl_core.selector.model.memory_model import (
     kv_bytes_per_token,
 )
 from earl_core.selector.profile.observations import Observation
+from earl_core.system.shared_memory import VERSIONS
 
 Row = dict[str, str]
 
@@ -36,7 +39,8 @@ class PlannedLoad(NamedTuple):
     """A load nobody has run yet.
 
     context: tokens of an episode. responses: episodes of one iteration, over all engines together.
-    running: most sequences of one engine, which may use `engine_share` of a device.
+    running: most sequences of one engine, which may use `engine_share` of a device. staleness: how
+    many versions older a rollout's may be.
     """
 
     context: int
@@ -44,6 +48,7 @@ class PlannedLoad(NamedTuple):
     running: int = 256
     reference: bool = False
     engine_share: float = 0.85
+    staleness: int = 0
 
 
 def ask(shape: ModelShape, hardware: Hardware, load: PlannedLoad) -> SelectionInput:
@@ -66,6 +71,8 @@ def ask(shape: ModelShape, hardware: Hardware, load: PlannedLoad) -> SelectionIn
         model=shape,
         statistics=Statistics(context_mean=seen, context_max=seen),
         selector=SelectorConfig(policy="live_tokens"),
+        staleness=load.staleness,
+        weight_versions=VERSIONS + load.staleness,
     )
 
 
@@ -89,7 +96,7 @@ def considered(given: SelectionInput, plan: DeploymentPlan | None = None) -> Con
     `ValueError` for a model that nothing can be predicted for.
     """
     plan = plan or select(given)
-    predictor = Predictor(given)
+    predictor = Predictor(given, division=plan.division)
     found, out = evaluate(predictor)
     taken = {}
     for stage, rows in found.items():
@@ -117,6 +124,12 @@ def plan_rows(plan: DeploymentPlan) -> list[Row]:
                 "known from": _source(seen.measured),
             }
         rows.append({**row, "why": plan.reasons.get(stage, "")})
+    if plan.division is not None:
+        text = plan.division.placement
+        if engines := plan.division.engine_devices:
+            text += f", {engines} of a host's devices for the rollout"
+        why = plan.reasons.get("placement", "")
+        rows.append({"stage": "placement", "stage deployment": text, "why": why})
     return rows
 
 

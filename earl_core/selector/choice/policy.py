@@ -7,17 +7,18 @@ iteration, the cost of switching included.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from earl_core.deployment.plan import Basis, DeploymentPlan, StagePrediction
-from earl_core.deployment.stage_deployment import Move, StageDeployment, move_between
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import SELECTABLE
-from earl_core.selector.choice.changes import reason_of, switch_seconds, tokens
-from earl_core.selector.choice.predict import NoFeasiblePlan, Prediction, Predictor
+from earl_core.selector.choice.changes import reason_of, tokens
+from earl_core.selector.choice.combination import division_reason, near, ways
+from earl_core.selector.choice.predict import Predictor
+from earl_core.selector.choice.prediction import NoFeasiblePlan, Prediction
 from earl_core.selector.choice.search_space import offers, with_fitting_microbatch
 from earl_core.selector.choice.selection import (
     CONTEXT_RAISED,
@@ -25,17 +26,11 @@ from earl_core.selector.choice.selection import (
     fixed_plan,
     model_length,
 )
-from earl_core.selector.model.candidates import RuledOut, deployed
+from earl_core.selector.model.candidates import deployed
 from earl_core.selector.model.memory_model import gib
 from earl_core.selector.profile.observations import training_rate
 
 Policy = Callable[[SelectionInput], DeploymentPlan]
-
-Rows = dict[str, list[Prediction]]
-"""Predictions by stage."""
-
-Combination = dict[str, Prediction]
-"""One for each stage."""
 
 
 def select(given: SelectionInput) -> DeploymentPlan:
@@ -121,41 +116,19 @@ def _with_predictions(plan: DeploymentPlan, predictor: Predictor) -> DeploymentP
     return plan.model_copy(update={"predictions": found})
 
 
-def evaluate(predictor: Predictor) -> tuple[Rows, list[RuledOut]]:
-    """Every stage's candidates with predictions, best first, and what was not offered."""
-    given = predictor.given
-    found: Rows = {}
-    out: list[RuledOut] = []
-    for stage in SELECTABLE:
-        if not given.chosen(stage) or stage not in given.selector.stages:
-            continue
-        candidates, problems = offers(predictor, stage)
-        rows = [predictor.predict(candidate, predictor.now) for candidate in candidates]
-        found[stage] = sorted(rows, key=_order)
-        out += problems
-    return found, out
-
-
-def _order(row: Prediction) -> tuple[bool, float, int, StageDeployment]:
-    return bool(row.problem), row.seconds, row.candidate.ranks, row.candidate
-
-
 def live_tokens(given: SelectionInput) -> DeploymentPlan:
     """Least predicted time of the whole iteration, over all stages together."""
-    predictor = Predictor(given)
-    found, out = evaluate(predictor)
-    for stage, rows in found.items():
-        if not rows or not rows[0].allowed:
-            nearest = min(rows, key=lambda row: (row.peak / row.budget, row.filled), default=None)
-            raise NoFeasiblePlan(stage, nearest, [each for each in out if each.stage == stage])
-    current = _current(predictor, found)
-    chosen = _joint(predictor, found, current)
-    resting = fixed_plan(given)
+    offered = ways(given)
+    taken = offered[0]
+    predictor = taken.predictor
+    resting = fixed_plan(predictor.given)
     stages, reasons = dict(resting.stages), dict(resting.reasons)
-    for stage, row in chosen.items():
+    for stage, row in taken.chosen.items():
         stages[stage] = deployed(row.candidate, given.hardware)
-        reasons[stage] = reason_of(predictor, found[stage], current.get(stage), row)
-    if "rollout" in chosen:
+        reasons[stage] = reason_of(predictor, taken.found[stage], taken.current.get(stage), row)
+    if given.divides:
+        reasons["placement"] = division_reason(offered)
+    if "rollout" in taken.chosen:
         stages["rollout"] = stages["rollout"]._replace(max_model_len=predictor.max_model_len)
         if predictor.length_reason.startswith(CONTEXT_RAISED):
             reasons["rollout"] += f"; {predictor.length_reason}"
@@ -164,7 +137,7 @@ def live_tokens(given: SelectionInput) -> DeploymentPlan:
             stages[stage] = stages["update"]._replace(stage=stage)
     now = predictor.now
     basis = Basis(context=now.context, longest=now.longest, requests=float(now.episodes))
-    if given.current is not None and _near(predictor):
+    if given.current is not None and near(predictor):
         # A basis that followed every small step would let noise walk away with it.
         basis = given.current.basis or basis
     changes = {
@@ -173,120 +146,9 @@ def live_tokens(given: SelectionInput) -> DeploymentPlan:
         "policy": "live_tokens",
         "basis": basis,
         "fetch_bandwidth": given.hardware.fetch_bandwidth,
+        "division": predictor.division if given.divides else None,
     }
     return _with_predictions(resting.model_copy(update=changes), predictor)
-
-
-def _current(predictor: Predictor, found: Rows) -> Combination:
-    """Predict the running deployments under the new load, as far as there are any."""
-    running = predictor.given.current.stages if predictor.given.current is not None else {}
-    return {
-        stage: predictor.predict(predictor.candidate_of(running[stage]), predictor.now)
-        for stage in found
-        if stage in running
-    }
-
-
-def _joint(predictor: Predictor, found: Rows, current: Combination) -> Combination:
-    """The combination of candidates with the least cost, where each stage that leaves what it has
-    must gain more than noise for that.
-
-    Stages meet in the republished weights only, whose cost depends on tensor parallelism, sharding
-    and the ranks that hold a copy together; what a switch costs depends on the kind of move. So
-    the best of each such class is all that can win.
-    """
-    kept = {stage: row for stage, row in current.items() if row.allowed}
-    settled = len(kept) == len(found) and _near(predictor)
-    if predictor.given.current is None:
-        kept = _configured(predictor, found)
-    options = {s: _classes(rows, kept.get(s), current.get(s)) for s, rows in found.items()}
-    staying = {s: [kept[s]] if s in kept else rows for s, rows in options.items()}
-    cost, stay = _least(predictor, staying, current)
-    if settled:
-        return stay
-    reluctance = predictor.given.selector.hysteresis * cost
-    return _least(predictor, options, current, kept, reluctance)[1]
-
-
-def _configured(predictor: Predictor, found: Rows) -> Combination:
-    """Return the deployments that the configuration names, where they are on offer: a run begins
-    with them unless more than noise speaks for others. A stage left open begins with nothing."""
-    plan = fixed_plan(predictor.given)
-    named = [stage for stage in found if not predictor.given.leaves_open(stage)]
-    wanted = {predictor.candidate_of(plan[stage]) for stage in named}
-    return {
-        stage: row
-        for stage, rows in found.items()
-        for row in rows
-        if row.candidate in wanted and row.allowed
-    }
-
-
-def _near(predictor: Predictor) -> bool:
-    """Tell whether the load is, within noise, still that of the current plan's choice."""
-    given, now = predictor.given, predictor.now
-    basis = given.current.basis if given.current is not None else None
-    if basis is None:
-        return False
-    noise = given.selector.hysteresis
-    ratio = (1 + noise / 2) / (1 - noise / 2) * (1 + 1e-9)
-    pairs = zip(
-        (now.context, now.longest, float(now.episodes)),
-        (basis.context, basis.longest, basis.requests),
-        strict=True,
-    )
-    return all(max(a, b) <= ratio * min(a, b) for a, b in pairs)
-
-
-def _classes(
-    rows: list[Prediction], kept: Prediction | None, running: Prediction | None
-) -> list[Prediction]:
-    """The best of each class that republishing and switching tell apart, and what is kept."""
-    best: dict[tuple[int, bool, int, Move], Prediction] = {}
-    for row in rows:
-        if row.allowed:
-            new = row.candidate
-            move = move_between(running.candidate, new) if running else "rebuild"
-            group = new.ranks // new.replicas  # its bandwidth ends at the host
-            best.setdefault((new.tensor_parallel, new.parts == 1, group, move), row)
-    return [*best.values(), *([kept] if kept is not None else [])]
-
-
-def _least(
-    predictor: Predictor,
-    options: Rows,
-    current: Combination,
-    kept: Combination | None = None,
-    reluctance: float = 0.0,
-) -> tuple[float, Combination]:
-    """reluctance: seconds that a stage must gain to leave what is kept of it."""
-    held = kept or {}
-
-    def key(rows: Combination) -> tuple[float, int, list[StageDeployment]]:
-        left = sum(held.get(stage, row) is not row for stage, row in rows.items())
-        candidates = [row.candidate for row in rows.values()]
-        cost = _cost(predictor, rows, current) + reluctance * left
-        # The last part makes ties depend on the candidates alone, not on their order.
-        return cost, sum(each.ranks for each in candidates), candidates
-
-    every = itertools.product(*options.values())
-    best = min((dict(zip(options, rows, strict=True)) for rows in every), key=key)
-    return key(best)[0], best
-
-
-def _cost(predictor: Predictor, rows: Combination, current: Combination) -> float:
-    """Seconds of an iteration, with each switch spread over the expected stay."""
-    seconds = sum(row.seconds for row in rows.values())
-    if "update" in rows and "rollout" in rows:
-        update, rollout = rows["update"].candidate, rows["rollout"].candidate
-        seconds += predictor.roofline.republish_seconds(update, rollout)
-    switches = sum(
-        switch_seconds(predictor, current[stage].candidate, row.candidate)
-        for stage, row in rows.items()
-        if stage in current
-    )
-    stay = predictor.given.selector.expected_stay
-    return seconds + switches / min(stay, predictor.given.iterations_left or stay)
 
 
 def average_context(given: SelectionInput) -> DeploymentPlan:

@@ -4,18 +4,18 @@ roofline, measurements and memory model together."""
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
 
-from earl_core.deployment.placement import PLACEMENTS
+from earl_core.deployment.placement import Division
+from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.selector.choice.expected_load import computed_load, loads
+from earl_core.selector.choice.prediction import Prediction
 from earl_core.selector.choice.selection import SelectionInput, model_length
-from earl_core.selector.model.candidates import RuledOut, candidate_of, memory_model
+from earl_core.selector.model.candidates import candidate_of, memory_model
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import Memory, TrainingNeeds, gib, kv_bytes_per_token
 from earl_core.selector.model.roofline import Load, Roofline
@@ -27,55 +27,6 @@ from earl_core.selector.profile.profile_table import (
     candidate_of_key,
     key_of,
 )
-from earl_core.system.errors import EarlError
-
-
-class Prediction(NamedTuple):
-    """One candidate under one load.
-
-    seconds: of the stage, infinite when it cannot run. peak, budget: bytes on one device. filled:
-    for engines with a KV cache of fixed size, the share of it that the sequences offered would take
-    (above 1 they queue). measured: how much measurement stands behind the seconds, 0 (a guess) to
-    1. problem: why the candidate is infeasible; empty when it is not.
-    """
-
-    candidate: StageDeployment
-    seconds: float
-    peak: float
-    budget: float
-    filled: float = 0.0
-    measured: float = 0.0
-    problem: str = ""
-
-    @property
-    def allowed(self) -> bool:
-        """True when the candidate can be chosen."""
-        return not self.problem and math.isfinite(self.seconds)
-
-    @property
-    def guess(self) -> bool:
-        """True when roofline and memory formula say more about it than measurements."""
-        return self.measured < 0.5
-
-
-class NoFeasiblePlan(EarlError):
-    """No stage deployment of a stage fits the memory. `nearest`: the candidate that came closest
-    (its `peak` and `budget` are bytes on one device), None when none is on offer, as `out` says."""
-
-    def __init__(
-        self, stage: str, nearest: Prediction | None, out: Sequence[RuledOut] = ()
-    ) -> None:
-        self.stage, self.nearest = stage, nearest
-        none = f"no stage deployment of the {stage}"
-        if nearest is None:
-            kinds = {re.sub(r"\d+", "", o.reason): f"{o.label}: {o.reason}" for o in out}
-            super().__init__(f"infeasible: {none} is on offer: {'; '.join(kinds.values())}")
-            return
-        super().__init__(
-            f"infeasible: {none} fits the memory: {nearest.candidate.label}: {nearest.problem}",
-            remedy="add devices or memory, lower rollout.max_model_len if it is larger than "
-            "needed, or free what selector.fixed_fields and selector.tensor_parallel hold",
-        )
 
 
 class Predictor:
@@ -84,11 +35,20 @@ class Predictor:
     now, ahead: the load of the next iteration, and that at the end of the forecast, which every
     candidate must fit. configured: what `fixed` would take. forbidden: what ran out of memory in
     this run under no more than that. roofline: another one than the default, for comparisons.
-    Raises `ValueError` for a model of which nothing can be predicted.
+    division: of the devices; None: the configured one. Raises `ValueError` for a model of which
+    nothing can be predicted.
     """
 
-    def __init__(self, given: SelectionInput, roofline: Roofline | None = None) -> None:
+    def __init__(
+        self,
+        given: SelectionInput,
+        roofline: Roofline | None = None,
+        division: Division | None = None,
+    ) -> None:
         given.model.require_dense()
+        self.division = division or given.stages.division
+        stages = given.stages.model_copy(update={"placement": self.division.placement})
+        given = given.model_copy(update={"stages": stages})
         self.given, self.shape, self.hardware = given, given.model, given.hardware
         self.memory = memory_model(self.shape, self.hardware)
         self._value = given.rollout.value_bytes
@@ -121,6 +81,15 @@ class Predictor:
     def candidate_of(self, deployment: StageDeployment) -> StageDeployment:
         """The candidate behind a part of a plan."""
         return candidate_of(deployment, self.hardware)
+
+    def part(self, stage: str) -> Hardware:
+        """The devices that the stage may be laid out on."""
+        engines, hosts = self.division.engine_devices, self.hardware.hosts
+        if not engines:
+            return self.hardware
+        devices = engines if stage == "rollout" else self.hardware.devices_per_host - engines
+        sizes = {"gpus": devices * hosts} if self.hardware.gpus else {"cpu_cores": devices}
+        return self.hardware.model_copy(update=sizes)
 
     def measured(self, stage: str) -> bool:
         """Tell whether the profile has anything of this stage."""
@@ -253,7 +222,7 @@ class Predictor:
         """Return the bytes that others than the stage's tensors hold; until that was measured on a
         GPU, those of the libraries of all processes that take turns there."""
         given = self.given
-        others = PLACEMENTS[given.stages.placement].gives_way(stage)
+        others = self.division.placed.gives_way(stage)
         turns = [role for role in (stage, *others) if given.chosen(role)]
         return given.reserved_bytes.get(stage, self.memory.outside * len(turns))
 
@@ -296,7 +265,7 @@ class Predictor:
             engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)
             needed += engines * self._value * self.shape.parameters
         budget = self.given.selector.memory_fraction * self.hardware.memory_bytes
-        if needed <= budget or not PLACEMENTS[self.given.stages.placement].gives_way("rollout"):
+        if needed <= budget or not self.division.placed.gives_way("rollout"):
             return ""
         count = str(self.given.weight_versions).replace("2", "two")
         return (
@@ -324,7 +293,24 @@ class Predictor:
         filled = offered * load.context / capacity if capacity > 0 else math.inf
         if self._torch_engine:
             filled = 0.0
-        return Prediction(candidate, seconds, peak, budget, filled, measured, problem)
+        row = Prediction(candidate, seconds, peak, budget, filled, measured, problem)
+        return self._overlapped(row, load) if self.given.staleness else row
+
+    def _overlapped(self, row: Prediction, load: Load) -> Prediction:
+        """The same of a rollout that overlaps with updates: one engine ends last, with the longest
+        episode, and the others begin what follows meanwhile."""
+        candidate = row.candidate
+        share = load.episodes / candidate.replicas
+        rounds = max(1.0, share / (candidate.max_running_requests or share))
+        wait = load.turns * load.tool_wait
+        rate = self.rate(candidate, load.longest, 1.0)[0]
+        written = load.longest * min(1.0, load.generated / load.context)
+        whole = max(row.seconds, written / rate + wait if rate > 0 else math.inf)
+        if self.given.streams:
+            # Nobody waits for it: it goes on under the next weights.
+            return row._replace(busy=row.seconds, whole=whole, waiting=rounds * wait)
+        busy = row.seconds + (whole - row.seconds) / candidate.replicas
+        return row._replace(seconds=whole, busy=busy, whole=whole, waiting=rounds * wait)
 
     def _engine_budget(self, candidate: StageDeployment) -> float:
         if self._grows(candidate):
@@ -358,7 +344,7 @@ class Predictor:
         """Measured over guessed rate of the candidate, by load."""
         if candidate.stage not in self._measured_stages:
             return _UNMEASURED
-        key = key_of(candidate)
+        key = key_of(candidate, self.hardware.devices)
         if key not in self._corrections:
             points, guess = self._points.get(key, []), self.guess(candidate)
             self._corrections[key] = Correction(points, guess, self._common(candidate.stage))
@@ -383,7 +369,7 @@ class Predictor:
                 f"{what} ran out of memory in this run, where {gib(budget)} are available and "
                 f"{gib(peak)} are predicted"
             )
-        key = key_of(candidate) if self._failed else ""
+        key = key_of(candidate, self.hardware.devices) if self._failed else ""
         for point in self._failed:
             if point.key == key and point.at_most(context, requests):
                 return (

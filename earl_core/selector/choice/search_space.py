@@ -65,7 +65,7 @@ def _rollout(predictor: Predictor) -> Offers:
     one_device = config.engine == "torch"
     made, out = rollout_candidates(
         predictor.shape,
-        predictor.hardware,
+        predictor.part("rollout"),
         predictor.now.episodes,
         config.max_running_requests,
         (1,) if one_device else predictor.given.selector.tensor_parallel,
@@ -77,8 +77,11 @@ def _rollout(predictor: Predictor) -> Offers:
 def _by_cache(predictor: Predictor, candidate: StageDeployment) -> list[StageDeployment]:
     """The configured limit on running sequences, and the one that the cache just holds."""
     fits = coarse(predictor.capacity(candidate) / max(1.0, predictor.ahead.context))
+    if not 1 <= fits < predictor.now.offered(candidate):
+        return [candidate]
     limited = candidate._replace(max_running_requests=fits)
-    return [candidate, limited] if 1 <= fits < _most_offered(predictor, candidate) else [candidate]
+    # In a stream others would have to give their place up again and again.
+    return [limited] if predictor.given.streams else [candidate, limited]
 
 
 def _by_memory(predictor: Predictor, candidate: StageDeployment) -> list[StageDeployment]:
@@ -86,7 +89,7 @@ def _by_memory(predictor: Predictor, candidate: StageDeployment) -> list[StageDe
     torch engine's cache grows with the sequences in play."""
     if predictor.fits(candidate):
         return [candidate]
-    offered = _most_offered(predictor, candidate)
+    offered = predictor.now.offered(candidate)
     limited, limit = candidate, coarse(offered)
     while limit:
         limited = candidate._replace(max_running_requests=limit)
@@ -96,17 +99,13 @@ def _by_memory(predictor: Predictor, candidate: StageDeployment) -> list[StageDe
     return [candidate, limited]
 
 
-def _most_offered(predictor: Predictor, candidate: StageDeployment) -> float:
-    return min(candidate.max_running_requests, predictor.now.episodes / candidate.replicas)
-
-
 def _training(predictor: Predictor, stage: str) -> Offers:
     given = predictor.given
     asked = given.update.tokens_per_microbatch(predictor.hardware.gpus > 0)
     larger, smaller = _sizes(predictor, asked)
     episodes = predictor.now.episodes
     shape = given.shape_of(stage)
-    meshes, out = training_candidates(stage, shape, predictor.hardware, episodes, asked)
+    meshes, out = training_candidates(stage, shape, predictor.part(stage), episodes, asked)
     # On a CPU there is one mesh; the many of GPUs would make too many candidates.
     tried = smaller if predictor.memory.shared else smaller[:1]
     least = given.update.activation_checkpointing if stage == "update" else "none"

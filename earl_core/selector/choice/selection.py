@@ -81,7 +81,9 @@ class SelectionInput(Settings):
     reserved_bytes: by stage, bytes that others hold while it runs: of the host on CPU hosts, where
     nothing is given back between stages, else of a GPU, where sleepers keep their libraries; others
     were not measured. context_overflow: the most tokens that an engine of this run was built too
-    small for. weight_versions: sets of published weights that are there at a time.
+    small for. weight_versions: sets of published weights that are there at a time. staleness,
+    streams: of the run's schedule. keeps_division: devices do not change sides, because rollouts
+    of later iterations play already.
 
     A worked example, a 7B model on 8 GPUs after episodes of at most 8,000 tokens, then 100,000:
 
@@ -126,6 +128,9 @@ class SelectionInput(Settings):
     reserved_bytes: dict[str, float] = Field(default_factory=dict)
     context_overflow: float = Field(default=0.0, ge=0)
     weight_versions: int = VERSIONS
+    staleness: int = Field(default=0, ge=0)
+    streams: bool = False
+    keeps_division: bool = False
     iterations_left: int | None = Field(default=None, ge=1)
 
     @classmethod
@@ -138,7 +143,14 @@ class SelectionInput(Settings):
         adapter = config.model.adapter
         trained = model.with_adapter(adapter.shape) if adapter else model
         own |= {"hardware": hardware, "model": trained}
-        return cls(**{**own, "weight_versions": config.schedule.versions, **seen})
+        schedule = config.schedule
+        own |= {"weight_versions": schedule.versions, "streams": schedule.streams}
+        return cls(**{**own, "staleness": schedule.staleness, **seen})
+
+    @property
+    def divides(self) -> bool:
+        """Whether the division of the devices is a choice."""
+        return self.selector.divides(self, self.staleness)
 
     def chosen(self, stage: str) -> bool:
         """Tell whether the stage takes part, in ranks of its own."""
@@ -225,12 +237,12 @@ _IN_RANKS_OF_UPDATE = "in the update's ranks, without the adapter's pairs: no se
 
 
 def _configured(given: SelectionInput, stage: str) -> str:
-    since = given.stages.since(given.iteration, stage)
+    since, placement = given.stages.since(given.iteration, stage), given.stages.division.placement
     if given.leaves_open(stage):
-        part = "all" if given.stages.placement == "colocated" else "its part of the"
+        part = "all" if placement == "colocated" else "its part of the"
         return f"spread over {part} {given.hardware.gpus} GPUs, as `stages` leaves it open"
     text = f"as configured from iteration {since} on" if since else "as configured"
-    apart = "" if given.stages.placement == "colocated" else f", {given.stages.placement}"
+    apart = "" if placement == "colocated" else f", {placement}"
     return text + apart
 
 

@@ -31,7 +31,8 @@ class Load(NamedTuple):
 
     episodes: of the iteration; context: mean tokens of one; longest: of the longest; generated:
     mean tokens that the model writes in one; turns: mean answers; tool_wait: mean seconds that the
-    environment takes for an answer.
+    environment takes for an answer. in_play: episodes that engines may have at a time, those of
+    later iterations included; 0: those of the iteration.
     """
 
     episodes: int
@@ -40,10 +41,11 @@ class Load(NamedTuple):
     generated: float
     turns: float = 1.0
     tool_wait: float = 0.0
+    in_play: int = 0
 
     def offered(self, rollout: StageDeployment) -> float:
         """Sequences that one engine is given at once."""
-        share = self.episodes / rollout.replicas
+        share = (self.in_play or self.episodes) / rollout.replicas
         return max(1.0, min(share, rollout.max_running_requests or share))
 
 

@@ -153,7 +153,7 @@ def refined(
     for seen in observations:
         if seen.kind == "measured" and seen.tokens_per_second > 0 and seen.context > 0:
             point = ProfilePoint(
-                key=key_of(candidate_of(seen.deployment, hardware)),
+                key=key_of(candidate_of(seen.deployment, hardware), hardware.devices),
                 context=seen.context,
                 requests=max(1.0, seen.requests),
                 tokens_per_second=seen.tokens_per_second,

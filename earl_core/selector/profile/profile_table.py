@@ -86,11 +86,12 @@ _PARTS = {
 }
 
 
-def key_of(candidate: StageDeployment) -> str:
+def key_of(candidate: StageDeployment, devices: int = 0) -> str:
     """The candidate's name in the table, such as `update tp2 mb4096 checkpointing`.
 
     On GPUs engines do not disturb one another, so their number is no part of it; engines of a CPU
-    share its memory bandwidth. A limit on running sequences is part of the load.
+    share its memory bandwidth. A limit on running sequences is part of the load. devices: those of
+    the hardware, where training may have fewer.
     """
     parts = [candidate.stage]
     for name, field in _PARTS.items():
@@ -103,6 +104,8 @@ def key_of(candidate: StageDeployment) -> str:
             parts += [] if value == "none" else [value]
         elif name == "tp" or value != StageDeployment._field_defaults[field]:
             parts.append(f"{name}{value}")
+    if candidate.stage != "rollout" and candidate.ranks * candidate.threads < devices:
+        parts.append(f"on{candidate.ranks}")
     return " ".join(parts)
 
 
@@ -114,6 +117,8 @@ def candidate_of_key(key: str, devices: int) -> StageDeployment:
         name = part.rstrip("0123456789")
         if name.endswith("threads"):
             found["replicas"], found["threads"] = map(int, name[: -len("threads")].split("x"))
+        elif name == "on":
+            devices = int(part.removeprefix("on"))
         elif name in CHECKPOINTING:
             found["activation_checkpointing"] = name
         elif name == "checkpointing":

@@ -81,6 +81,12 @@ def plan(
     reference: Annotated[
         bool, typer.Option("--reference", help="Plan a reference model (KL penalty), too.")
     ] = False,
+    staleness: Annotated[
+        int,
+        typer.Option(
+            "--staleness", min=0, max=7, help="Versions that a rollout's may be older: overlap."
+        ),
+    ] = 0,
     adapter: Annotated[
         int | None,
         typer.Option(
@@ -110,6 +116,5 @@ def plan(
             planning.explain_run(run, runs_directory, explain, as_json)
         else:
             load = {"responses": responses, "running": running, "engine_share": engine_share}
-            planning.explain_question(
-                model, hardware, context, explain, as_json, adapter, reference=reference, **load
-            )
+            asked = {**load, "reference": reference, "staleness": staleness}
+            planning.explain_question(model, hardware, context, explain, as_json, adapter, **asked)
