@@ -7,8 +7,7 @@ runs/<name>/
   ledger.jsonl                   what each attempt really executed
   metrics.jsonl                  one line per finished iteration
   selector.jsonl                 what was observed of the stages, oldest first
-  system.jsonl                   how loaded the machine was, while it was tracked
-  progress.json                  how much of the stages that go on is done, for people
+  system.jsonl, progress.json    how loaded the machine was; how far stages that go on are
   groups.jsonl, parked/          groups that were sealed one by one, and what others had played
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
