@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,9 @@ from earl_core.dispatch.shards.store import ShardStore
 from earl_core.run.run_stores import claim, run_store, sweep_unneeded
 from earl_core.system.files import writing_atomic
 from earl_core.system.shared_memory import Room, file_system_bytes
+
+_RELEASE_SECONDS = 2.0
+"""Longest wait for the readers of a measurement that has ended."""
 
 Ask = Callable[..., Any]
 """Calls a method, named by the first argument, of another host's `HostStore`; raises
@@ -190,8 +194,11 @@ class HostStores:
                 list(pool.map(publish, hosts))
                 return min(pool.map(fetch, hosts, [*hosts[1:], hosts[0]]))
         finally:
+            # A server may hold what a reader has in full already, for a moment.
+            deadline = time.monotonic() + _RELEASE_SECONDS
             for host, entry in probes.items():
-                self._ask(host, "release", entry)
+                while not self._ask(host, "release", entry) and time.monotonic() < deadline:
+                    time.sleep(0.01)
 
     def have(self, name: str, size: int) -> bool:
         """Tell whether every host has a sealed file of this size."""

@@ -229,7 +229,7 @@ def test_a_worker_whose_engine_is_lost_gives_its_memory_back_by_ending_it(
     driver.engine._lost = "it ran out of memory"  # type: ignore[attr-defined]
     worker = RolloutWorker.__new__(RolloutWorker)
     worker._engine, worker._digest = driver.engine, "of its weights"
-    worker._run_directory = tmp_path
+    worker._run_directory, worker._groups = tmp_path, None
     driver.run(getattr(worker, method)())
     assert worker._engine is None
     assert worker._digest == ""
