@@ -372,8 +372,7 @@ class VllmEngine(BaseEngine[Any]):
         self._totals["requests"] += begun is None
         if queue is None:
             return request.ended(exhausted, version)
-        output = await queue.get()
-        so_far = [*request.sampled]
+        so_far, output = [*request.sampled], await queue.get()
         while True:
             # Of an answer of many pieces each token is copied once.
             so_far += output.outputs[0].token_ids[len(so_far) - len(request.sampled) :]
