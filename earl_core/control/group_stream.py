@@ -241,6 +241,9 @@ class GroupStream:
             engine.room = int(found["room"])
             with self._changed:
                 self._interrupted.resumed += len(found["resumed"])
+                parked = {each["group"] for each in groups if each["parked"]}
+                refused = sorted(parked.difference(found["resumed"]))
+                self._interrupted.unlike(refused, self._iteration)
         if engine.playing:
             slices = None if self._clock is None else 1
             found = self._call(engine, "finished", seconds=_WAIT_SECONDS, slices=slices)

@@ -35,8 +35,12 @@ class InterruptedGroups:
         removed, and said. version: of the engine."""
         going, anew = set(), defaultdict(list)
         for group in groups:
-            parked = self._parked.read(group)
-            why = "their engine was lost" if group in self._lost else ""
+            parked, why = None, "their engine was lost" if group in self._lost else ""
+            try:
+                parked = self._parked.read(group)
+            except ValueError as error:
+                logger.warning("%s", error)
+                why = "what was parked of them is damaged"
             if parked is not None:
                 why = misfit_of(self._run, self._batches, parked, version)
             if why:
@@ -50,9 +54,10 @@ class InterruptedGroups:
         return going
 
     def unlike(self, groups: Sequence[int], iteration: int) -> None:
-        """Groups that had gone on, and are played anew because they are not repeated."""
+        """Groups that an engine plays anew, which was to go on with them, or had begun to."""
         if groups:
-            self._tell(groups, "their environments did not repeat what was recorded", iteration)
+            why = "what was recorded of them does not hold (the engine's log says why)"
+            self._tell(groups, why, iteration)
 
     def settle(self) -> None:
         """Remove what is parked of groups that are trained for good."""

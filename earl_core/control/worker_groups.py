@@ -60,6 +60,9 @@ _GRACE_SECONDS = 30.0
 """Seconds for a clean end: vLLM takes up to 20 s on a busy machine, and leaves entries in shared
 memory when it is cut short."""
 
+_PARKING_SECONDS = 6.0
+"""For engines of a stream after Ctrl-C, of the 9 s that a command has to end."""
+
 Member = tuple[str, int]
 """A worker group: the role, and which of its groups, counted from 0."""
 
@@ -370,7 +373,7 @@ class WorkerGroups:
     def interrupt(self) -> None:
         """Stop every group now, from any thread; calls and starts under way raise."""
         self.stop_requested.set()
-        self.stop_all(grace_seconds=2.0)
+        self.stop_all(grace_seconds=2.0, parking_seconds=_PARKING_SECONDS)
 
     def close(self) -> None:
         """Stop every group, those that are being started too; none starts any more."""
@@ -382,10 +385,14 @@ class WorkerGroups:
         # One that was about to begin when the others were stopped.
         self.stop_all(_GRACE_SECONDS)
 
-    def stop_all(self, grace_seconds: float) -> None:
-        """Stop every group that there is, side by side; others may start."""
+    def stop_all(self, grace_seconds: float, parking_seconds: float = 0.0) -> None:
+        """Stop every group that there is, side by side; others may start. parking_seconds: the
+        least grace of those that park what they play."""
         with self._lock:
-            groups = list(self._groups.values())
+            groups = dict(self._groups)
+        parks = self._config.schedule.mode == "stream"
+        longer = max(grace_seconds, parking_seconds)
+        graces = [longer if parks and role == "rollout" else grace_seconds for role, _ in groups]
         if groups:
             with ThreadPoolExecutor(len(groups)) as pool:
-                list(pool.map(lambda group: group.stop(grace_seconds), groups))
+                list(pool.map(lambda group, grace: group.stop(grace), groups.values(), graces))

@@ -146,9 +146,6 @@ class _Loop:
 
     async def _episode(self, player: EpisodePlayer) -> None:
         async with self.slots:
-            known = self.record[player.spec.episode_id]
-            if known is not None and known.failure is not None:
-                player.fail(*known.failure)
             await self._environments(self._reset(player))
             while not player.finished:
                 request = self._request(player)

@@ -83,11 +83,17 @@ class EnvironmentPools:
         found = {episode.episode_id: episode for each in played for episode in each}
         return [found[spec.episode_id] for spec in specs]
 
+    async def start(self, environment: EnvironmentConfig, concurrency: int) -> None:
+        """Start the environment's pool, if that was not done. concurrency: how many episodes it
+        plays at a time. Raises what the pool does."""
+        await self._pool(environment, concurrency)
+
     def can_replay(self, environment: EnvironmentConfig) -> bool:
         """Tell whether episodes that were played here can be played again from their answers."""
         pool = self._pools.get(environment.model_dump_json())
         asks = environment.agent is not None or (pool is not None and pool.wants_policy)
-        return not asks and (pool is None or pool.deterministic)
+        said = environment.deterministic and (pool is None or pool.deterministic)
+        return said and not asks
 
     async def close(self) -> None:
         """End all hosts."""

@@ -66,9 +66,9 @@ class _Playing:
 
 
 class GroupPlayer:
-    """limit_seconds: of a group, without the time in which it was parked. `anew`: the groups whose
-    environments have not repeated what is recorded, and that were begun again; whoever tells of
-    them clears it. All methods are of one event loop."""
+    """limit_seconds: of a group, without the time in which it was parked. `anew`: the groups that
+    were begun again, because their environments have not repeated what is recorded or by
+    `forget`; whoever tells of them clears it. All methods are of one event loop."""
 
     def __init__(
         self, engine: Engine, play: Play, settings: PlaySettings, limit_seconds: float
@@ -150,6 +150,24 @@ class GroupPlayer:
         await self._engine.hold()
         if self._parked_since is None:
             self._parked_since = time.monotonic()
+
+    async def forget(self, version: int) -> None:
+        """Begin the groups again that hold tokens of a policy version, or of which that is not
+        known. Only while they are parked."""
+        held = [
+            (group, each)
+            for group, each in self._playing.items()
+            if each.error is None
+            and (version in each.record.versions() or not each.record.has_begun)
+        ]
+        for _, each in held:
+            each.task.cancel()
+        await asyncio.gather(*(each.task for _, each in held), return_exceptions=True)
+        for group, each in held:
+            logger.warning("group %d is played anew: version %d has other weights", group, version)
+            del self._playing[group]
+            self.admit(group, each.specs)
+            self.anew.append(group)
 
     async def unfinished(self) -> dict[int, GroupRecord]:
         """Stop between two tokens for good: what another engine can go on with. `close` follows."""

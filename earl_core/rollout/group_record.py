@@ -19,8 +19,8 @@ from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Episode, VersionSpan
 
-_KEPT_FAILURES = ("environment_error", "environment_timeout")
-"""Of these nobody knows whether they would come again."""
+_FORGOTTEN_FAILURES = ("environment_error", "environment_timeout")
+"""Of environments, which may be mended before the group goes on: such episodes are played anew."""
 
 
 class NotRepeated(EarlError):
@@ -41,12 +41,10 @@ class _Turn:
 
 @dataclass
 class EpisodeRecord:
-    """What was played of an episode: whole turns, the answer that stands open, the failure that
-    ended it."""
+    """What was played of an episode: whole turns, and the answer that stands open."""
 
     turns: list[_Turn] = field(default_factory=list)
     open: _Turn | None = None
-    failure: tuple[str, str] | None = None
     _done: int = 0
     _prompt: str = ""
 
@@ -89,17 +87,16 @@ class EpisodeRecord:
         return {
             "turns": [_dumped(turn) for turn in self.turns],
             "open": None if self.open is None else _dumped(self.open),
-            "failure": self.failure,
         }
 
     @classmethod
     def load(cls, dumped: Mapping[str, Any]) -> EpisodeRecord:
-        """The record that was dumped, none of whose turns is repeated yet."""
+        """The record that was dumped, none of whose turns is repeated yet. Raises `ValueError`,
+        or another error, for what no `dump` returns."""
         found = dumped["open"]
         return cls(
             turns=[_loaded(turn) for turn in dumped["turns"]],
             open=None if found is None else _loaded(found),
-            failure=None if dumped["failure"] is None else tuple(dumped["failure"]),
         )
 
     def versions(self) -> set[int]:
@@ -120,6 +117,11 @@ class GroupRecord:
         """The record of episodes of which nothing is played."""
         return cls({episode: EpisodeRecord() for episode in episodes})
 
+    @property
+    def episodes(self) -> set[int]:
+        """The ids of its episodes."""
+        return set(self._episodes)
+
     def __getitem__(self, episode: int) -> EpisodeRecord | None:
         return self._episodes.get(episode)
 
@@ -127,7 +129,7 @@ class GroupRecord:
     def has_begun(self) -> bool:
         """True where something was played that need not be played again."""
         each = self._episodes.values()
-        return any(record.turns or record.open or record.failure for record in each)
+        return any(record.turns or record.open for record in each)
 
     def versions(self) -> set[int]:
         """The policy versions that have sampled tokens of the group."""
@@ -139,10 +141,9 @@ class GroupRecord:
             self._episodes[episode] = EpisodeRecord()
 
     def end(self, episode: Episode) -> None:
-        """Record how an episode has failed, if it has by its environment."""
-        record = self[episode.episode_id]
-        if record is not None and episode.finish_reason in _KEPT_FAILURES:
-            record.failure = episode.finish_reason, str(episode.info["failure"])
+        """An episode has ended: forget what was played of one that its environment failed."""
+        if episode.finish_reason in _FORGOTTEN_FAILURES:
+            self.begin_anew(episode.episode_id)
 
     def dump(self) -> dict[str, Any]:
         """All of it as JSON has it."""
@@ -150,7 +151,7 @@ class GroupRecord:
 
     @classmethod
     def load(cls, dumped: Mapping[str, Any]) -> GroupRecord:
-        """The record that was dumped."""
+        """The record that was dumped. Raises as `EpisodeRecord.load`."""
         return cls({int(episode): EpisodeRecord.load(each) for episode, each in dumped.items()})
 
 
@@ -172,5 +173,14 @@ def _dumped(turn: _Turn) -> dict[str, Any]:
 
 def _loaded(turn: Mapping[str, Any]) -> _Turn:
     spans = [VersionSpan(*span) for span in turn["spans"]]
+    ends = [0, *(span.end for span in spans)]
+    if [span.first for span in spans] != ends[:-1] or ends[-1] != len(turn["tokens"]):
+        raise ValueError("the spans of an answer do not cover its tokens in order")
+    if len(turn["tokens"]) != len(turn["logprobs"]):
+        raise ValueError("an answer has not a log-prob for each token")
+    if not all(isinstance(token, int) for token in turn["tokens"]):
+        raise ValueError("the tokens of an answer are no numbers")
+    if not np.isfinite(np.array(turn["logprobs"], np.float64)).all():
+        raise ValueError("the log-probs of an answer are not finite")
     answer = Completion(turn["tokens"], turn["logprobs"], turn["finish_reason"], spans)
     return _Turn(turn["prompt"], answer, turn["reaction"])

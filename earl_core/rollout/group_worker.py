@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.parked_groups import ParkedGroup, ParkedGroups
 from earl_core.run.run_stores import run_store
 from earl_core.system import fault_points
-from earl_core.system.errors import EarlError
 from earl_core.system.memory import OutOfMemory, guarded, resident_peak_bytes
 from earl_core.trajectory.samples import Episode, EpisodeSpec, derive_seed, rollout_rows
 from earl_core.trajectory.schema import GROUP_SCHEMA
@@ -83,7 +82,7 @@ class GroupWorker(EngineWorker):
         asked for."""
         await self.park()
         found = await super().ensure(weights)
-        self._digests[found["policy_version"]] = found["digest"]
+        await self._know({found["policy_version"]: found["digest"]})
         return found
 
     async def load(self, weights: dict[str, Any], anew: bool = False) -> dict[str, Any]:
@@ -107,8 +106,8 @@ class GroupWorker(EngineWorker):
         return {**found, "room": self._groups.room, "playing": self._groups.playing}
 
     async def admit(self, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Begin to play groups, or go on with those that are parked. Returns at once. Call `load`
-        first.
+        """Begin to play groups, or go on with those that are parked. Returns at once, when the
+        environments of the latter have started; raises why they have not. Call `load` first.
 
         groups: of each its number in the run (`group`), what it plays (`environment`, `prompt`),
         the `key` of its settings, and whether it is `parked`. Returns `room`, for how many further
@@ -117,28 +116,52 @@ class GroupWorker(EngineWorker):
         player, resumed = self._group_player(), []
         for each in groups:
             group, drawn = each["group"], (each["environment"], each["prompt"])
-            record = self._parked_record(group) if each["parked"] else None
+            specs = self._specs(group, drawn, self._batch_of(group))
+            record = await self._parked_record(group, specs) if each["parked"] else None
             resumed += [group] if record is not None else []
             self._given[group] = each["key"], each["environment"]
-            player.admit(group, self._specs(group, drawn, self._batch_of(group)), record)
+            player.admit(group, specs, record)
         return {"room": player.room, "resumed": resumed}
 
-    def _parked_record(self, group: int) -> GroupRecord | None:
-        parked = self._parked.take(group)
-        if parked is None or parked.episodes is None:
+    async def _parked_record(self, group: int, specs: Sequence[EpisodeSpec]) -> GroupRecord | None:
+        """What is parked of a group, whose file is used up; None: it is to be played anew."""
+        environment = self._config.played[specs[0].environment]
+        most = self._settings(None).max_live_episodes or len(specs)
+        # Where it cannot be started the file stays.
+        await self._pools.start(environment, most)
+        try:
+            parked = self._parked.take(group)
+            if parked is None or parked.episodes is None:
+                raise ValueError("no episodes are parked")
+            if not self._pools.can_replay(environment):
+                raise ValueError("its environment cannot be replayed")
+            record = GroupRecord.load(parked.episodes)
+            if record.episodes != {spec.episode_id for spec in specs}:
+                raise ValueError("other episodes are parked")
+            if record.versions() != set(parked.versions):
+                raise ValueError("other policy versions are named than have sampled its tokens")
+        except Exception as error:
+            logger.warning("group %d was parked and is played anew: %r", group, error)
             return None
-        self._digests = {**parked.versions, **self._digests}
-        return GroupRecord.load(parked.episodes)
+        await self._know(parked.versions)
+        return record
+
+    async def _know(self, digests: Mapping[int, str]) -> None:
+        """Take the digests of policy versions; groups that others have sampled are begun again."""
+        for version, digest in digests.items():
+            if self._groups is not None and self._digests.get(version, digest) != digest:
+                await self._groups.forget(version)
+            self._digests[version] = digest
 
     async def finished(self, seconds: float, slices: int | None = None) -> dict[str, Any]:
         """Play on, and seal the groups that have ended, each by itself.
 
         seconds: how long to wait for one, at most. slices: how many the engine runs, and none
         between these calls; None: it goes on by itself. Returns `groups`, for each its `group`,
-        `shards`, `tally` and `versions`, `room`, and `anew`: the groups whose environments did not
-        repeat what was recorded. Raises what ended a group, and `EngineLost` for one that took
-        longer than `deadlines.stage`, the time in which it stood still not counted; the others are
-        parked then.
+        `shards`, `tally` and `versions`, `room`, and `anew`: the groups that were begun again,
+        because what was recorded of them did not hold. Raises what ended a group, and `EngineLost`
+        for one that took longer than `deadlines.stage`, the time in which it stood still not
+        counted; the others are parked then.
         """
         player = self._group_player()
         try:
@@ -197,13 +220,15 @@ class GroupWorker(EngineWorker):
         if groups is None:
             return
         try:
-            for group, record in (await groups.unfinished()).items():
-                self._write_parked(group, record)
+            left = await groups.unfinished()
+            written = sum(self._write_parked(group, record) for group, record in left.items())
+            if groups.playing:
+                logger.info("%d of %d groups are parked", written, len(groups.playing))
         finally:
             await groups.close()
 
-    def _write_parked(self, group: int, record: GroupRecord) -> None:
-        """Write a group down; where that fails it is played anew."""
+    def _write_parked(self, group: int, record: GroupRecord) -> bool:
+        """Write a group down; False where that fails: it is played anew."""
         try:
             versions = {version: self._digests[version] for version in record.versions()}
             key, label = self._given[group]
@@ -212,9 +237,13 @@ class GroupWorker(EngineWorker):
             self._parked.write(
                 ParkedGroup(group=group, key=key, versions=versions, episodes=episodes)
             )
-        except (OSError, EarlError, ValueError) as error:
-            logger.warning("group %d is not parked: %s", group, error)
+        except Exception as error:
+            logger.warning("group %d is not parked: %r", group, error)
+            return False
+        return True
 
     async def _drop_engine(self) -> None:
-        await self._forget_groups()
-        await super()._drop_engine()
+        try:
+            await self._forget_groups()
+        finally:
+            await super()._drop_engine()

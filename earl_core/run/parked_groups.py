@@ -6,19 +6,22 @@ A file is written whole or not at all, says a digest of itself, and is used once
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from earl_core.run.directory import RunDirectory
 from earl_core.run.group_batches import GroupBatches, fits, is_old
-from earl_core.system.files import canonical_json, read_file, write_atomic
+from earl_core.system.files import canonical_json, is_regular, read_file, write_atomic
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "parked"
+
+_NAME = re.compile(r"\.?([0-9]{8,})\.json(\.[0-9]+\.[0-9]+\.tmp)?")
 
 
 class ParkedGroup(BaseModel):
@@ -50,38 +53,50 @@ class ParkedGroups:
         write_atomic(self._path(parked.group), xxhash.xxh3_128_hexdigest(body).encode() + body)
 
     def read(self, group: int) -> ParkedGroup | None:
-        """The group, if it is parked; a damaged file is removed, and said."""
+        """The group, if it is parked. Raises `ValueError` for a damaged file, which is removed."""
         try:
             content = read_file(self._path(group))
             told, body = content[:32], content[32:]
             if told != xxhash.xxh3_128_hexdigest(body).encode():
                 raise ValueError("its digest is another one")
-            return ParkedGroup.model_validate_json(body)
+            parked = ParkedGroup.model_validate_json(body)
+            if parked.group != group:
+                raise ValueError(f"it is that of group {parked.group}")
+            return parked
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, ValidationError) as error:
-            logger.warning("group %d was parked and is played anew: %s", group, error)
+        except (OSError, ValueError) as error:
             self.remove(group)
-            return None
+            raise ValueError(f"{self._path(group)} is damaged: {error}") from error
 
     def take(self, group: int) -> ParkedGroup | None:
-        """As `read`, for the one who goes on with it."""
+        """As `read`, for the one who goes on with it: its file is removed."""
         parked = self.read(group)
         self.remove(group)
         return parked
 
     def remove(self, group: int) -> None:
         """Remove the group's file, if there is one."""
-        self._path(group).unlink(missing_ok=True)
+        _remove(self._path(group))
 
     def remove_before(self, first: int) -> None:
-        """Remove the files of the groups before number `first`."""
-        for path in self._folder.glob("[0-9]*.json"):
-            if path.stem.isdigit() and int(path.stem) < first:
-                path.unlink(missing_ok=True)
+        """Remove the files of the groups before number `first`, those half written too."""
+        for path in self._folder.glob("*"):
+            named = _NAME.fullmatch(path.name)
+            if named and int(named[1]) < first:
+                _remove(path)
 
     def _path(self, group: int) -> Path:
         return self._folder / f"{group:08d}.json"
+
+
+def _remove(path: Path) -> None:
+    # What is no file of ours is left alone, and ends no run.
+    try:
+        if is_regular(path):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s is not removed: %s", path, error)
 
 
 def misfit_of(run: RunDirectory, batches: GroupBatches, parked: ParkedGroup, version: int) -> str:

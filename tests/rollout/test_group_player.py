@@ -22,7 +22,7 @@ from tests.rollout.scripted import ScriptedEngine, ScriptedEnvironments
 
 CHAT = ChatTokenizer(char_tokenizer(CHATML))
 SPECS = [EpisodeSpec(episode, 0, 0, episode) for episode in range(3)]
-SETTINGS = PlaySettings(max_turns=9, max_live_episodes=3)
+SETTINGS = PlaySettings(max_turns=9, max_live_episodes=3, max_failed_share=1.0)
 
 
 class DyingEngine(ScriptedEngine):
@@ -76,3 +76,30 @@ def test_what_a_lost_engine_has_played_goes_on_and_nothing_of_it_is_left() -> No
         known = record[episode.episode_id]
         assert known is not None
         assert len(known.turns) == 2
+
+
+def test_an_episode_that_its_environment_has_failed_begins_again_elsewhere() -> None:
+    """It may have been mended meanwhile."""
+    broken = ScriptedEnvironments(lambda episode: 2, failing={1: "step"})
+    mended = ScriptedEnvironments(lambda episode: 2)
+    engine = ScriptedEngine(lambda sequence, turn: 5, CHAT.stop_token_ids[0], lockstep=False)
+
+    async def work() -> tuple[list[bool], Any]:
+        lost = player_of(DyingEngine(), broken)
+        lost.admit(0, SPECS)
+        assert await lost.finished(0.05) == []
+        record = GroupRecord.load((await lost.unfinished())[0].dump())
+        with pytest.raises(EngineLost, match="it died"):
+            await lost.close()
+        begun = [bool(each and each.turns) for each in map(record.__getitem__, range(3))]
+        other = player_of(engine, mended)
+        other.admit(0, SPECS, record)
+        (found,) = await other.finished(10.0)
+        await other.close()
+        return begun, found
+
+    begun, found = asyncio.run(work())
+    assert begun == [True, False, True]
+    assert [episode.total_reward for episode in found.episodes] == [1.0] * 3
+    # Two answers of the one, and a second one of the others.
+    assert sum(len(each) for each in engine.batches) == 4

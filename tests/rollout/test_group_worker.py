@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from safetensors.torch import load_file, save_file
 
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.errors import EngineLost
 from earl_core.rollout.rollout_worker import RolloutWorker
 from earl_core.run.parked_groups import ParkedGroup, ParkedGroups
+from earl_core.system.errors import EarlError
 from tests.rollout.chat_models import tiny_model
 from tests.rollout.test_worker import Setting
 
@@ -217,6 +220,106 @@ def test_a_game_that_does_not_repeat_itself_is_played_anew(setting: Setting) -> 
     assert sorted(told["anew"]) == [0, 1]
     assert groups[0] == groups[1] == [1]
     assert groups[2] == [0, 1] or groups[2] == [0]
+
+
+def test_a_record_is_used_only_where_the_worker_can_replay(setting: Setting) -> None:
+    asyncio.run(session(setting, given(), 0, 3))
+    setting.config["environment"]["deterministic"] = False
+    assert asyncio.run(session(setting, given(*GROUPS), 0, 0))[2] == []
+    assert [parked(setting).read(group) for group in GROUPS] == [None] * 3
+
+
+def test_files_are_not_used_up_where_the_environment_does_not_start(setting: Setting) -> None:
+    asyncio.run(session(setting, given(), 0, 3))
+    options = setting.config["environment"]["options"]
+    setting.config["environment"]["options"] = {"style": "of somebody else"}
+    with pytest.raises(EarlError, match="style"):
+        asyncio.run(session(setting, given(*GROUPS), 0, 0))
+    setting.config["environment"]["options"] = options
+    assert asyncio.run(session(setting, given(*GROUPS), 0, 0))[2] == [*GROUPS]
+
+
+def damage(kind: str, file: ParkedGroup) -> ParkedGroup:
+    """The file with another content, whose digest is right."""
+    episodes: dict[str, Any] = dict(file.episodes or {})
+    name, record = next((n, e) for n, e in episodes.items() if e["turns"])
+    turn = record["turns"][0]
+    if kind == "span":
+        turn["spans"][0][1] = 1
+    elif kind == "log-prob":
+        turn["logprobs"].pop()
+    elif kind == "field":
+        del turn["finish_reason"]
+    elif kind == "episode":
+        episodes["99"] = episodes.pop(name)
+    else:
+        return file.model_copy(update={"versions": {**file.versions, 1: "b"}})
+    return file.model_copy(update={"episodes": episodes})
+
+
+def test_a_malformed_record_is_played_anew(setting: Setting) -> None:
+    asyncio.run(session(setting, given(), 0, 3))
+    files = [parked(setting).read(group) for group in GROUPS]
+    for kinds in (("span", "log-prob", "field"), ("episode", "version", "none")):
+        for kind, file in zip(kinds, files, strict=True):
+            assert file is not None
+            whole = file.model_copy(deep=True)
+            parked(setting).write(whole if kind == "none" else damage(kind, whole))
+        resumed = asyncio.run(session(setting, given(*GROUPS), 0, 0))[2]
+        assert resumed == ([GROUPS[2]] if "none" in kinds else [])
+
+
+def test_groups_that_other_weights_of_a_version_have_sampled_are_begun_again(
+    setting: Setting,
+) -> None:
+    other = setting.root / "other"
+    shutil.copytree(setting.model, other)
+    tensors = {name: 1.1 * each for name, each in load_file(other / "model.safetensors").items()}
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+
+    async def work() -> Any:
+        worker = setting.worker()
+        try:
+            await worker.load(setting.weights(0))
+            await worker.admit(given())
+            await played(worker, 1)
+            await worker.load(setting.weights(1))
+            await played(worker, 2)
+            # The update was done again.
+            setting.model = other
+            await worker.load(setting.weights(1))
+            return (await worker.finished(0.0, 0))["anew"]
+        finally:
+            await worker.close()
+
+    assert asyncio.run(work()) == [*GROUPS]
+    # Nothing of them is left.
+    assert [parked(setting).read(group) for group in GROUPS] == [None] * 3
+
+
+def test_what_cannot_be_written_keeps_no_engine(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it keep another group from being parked."""
+    writing = ParkedGroups.write
+
+    def write(groups: ParkedGroups, group: ParkedGroup) -> None:
+        if group.group == 1:
+            raise RuntimeError("no room")
+        writing(groups, group)
+
+    monkeypatch.setattr(ParkedGroups, "write", write)
+
+    async def work() -> None:
+        worker = setting.worker()
+        await worker.load(setting.weights(0))
+        await worker.admit(given())
+        await played(worker, 3)
+        await worker.close()
+        assert worker._engine is None
+
+    asyncio.run(work())
+    assert [parked(setting).read(group) is None for group in GROUPS] == [False, True, False]
 
 
 def test_a_group_that_takes_too_long_is_not_parked(setting: Setting) -> None:

@@ -12,7 +12,7 @@ from earl_core.run.group_batches import GroupBatches
 from earl_core.run.parked_groups import FOLDER, ParkedGroup, ParkedGroups
 from tests.run.test_group_batches import SIZE, opened, publish
 
-EPISODES = {"8": {"turns": [], "open": None, "failure": None}}
+EPISODES = {"8": {"turns": [], "open": None}}
 
 
 def park(run: RunDirectory, group: int, versions: dict[int, str], **changed: object) -> None:
@@ -36,12 +36,15 @@ def test_a_parked_group_is_used_once_and_only_where_it_fits(tmp_path: Path) -> N
     park(run, 11, {1: "b"})
     (damaged,) = run.path.glob(f"{FOLDER}/*11.json")
     damaged.write_bytes(damaged.read_bytes().replace(b'"open":null', b'"open":true'))
+    park(run, 14, {1: "b"})
+    (other,) = run.path.glob(f"{FOLDER}/*14.json")
+    other.rename(other.with_name("00000015.json"))
     batches = GroupBatches(run)
     interrupted = InterruptedGroups(run, batches)
     interrupted.add([12])
-    assert interrupted.taken(range(4, 14), version=1, iteration=1) == {4}
+    assert interrupted.taken(range(4, 16), version=1, iteration=1) == {4}
     # The engine is behind the version that has sampled group 10; of group 13 nothing was played.
-    assert batches.anew == 7
+    assert batches.anew == 9
     told = " ".join(str(line["event"]) for line in run.ledger())
     for words in (
         "groups 5 are played anew: other settings",
@@ -49,6 +52,7 @@ def test_a_parked_group_is_used_once_and_only_where_it_fits(tmp_path: Path) -> N
         "groups 8 are played anew: some of their tokens are older",
         "groups 9 are played anew: their environment cannot be replayed",
         "groups 12 are played anew: their engine was lost",
+        "groups 11, 15 are played anew: what was parked of them is damaged",
     ):
         assert words in told
     parked = ParkedGroups(run.path)
@@ -70,8 +74,25 @@ def test_parked_groups_go_with_the_checkpoint_that_covers_them(tmp_path: Path) -
     assert parked.read(3) is not None
     run.checkpoint_path(0).mkdir(parents=True)
     run.mark_stable(0)
+    folder = run.path / FOLDER
+    for name in (".00000003.json.7.8.tmp", ".00000011.json.7.8.tmp", "of-somebody.json"):
+        (folder / name).touch()
+    (folder / "00000002.json").mkdir()
     interrupted.settle()
     assert [parked.read(group) is None for group in (3, 4, 11)] == [True, False, False]
+    left = {path.name for path in folder.iterdir()} - {"00000004.json", "00000011.json"}
+    assert left == {".00000011.json.7.8.tmp", "of-somebody.json", "00000002.json"}
+    run.close()
+
+
+def test_a_folder_in_the_place_of_a_file_ends_no_run(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    (run.path / FOLDER / "00000004.json").mkdir(parents=True)
+    batches = GroupBatches(run)
+    assert InterruptedGroups(run, batches).taken([4], version=0, iteration=1) == set()
+    assert batches.anew == 1
+    with pytest.raises(OSError, match="00000004"):
+        park(run, 4, {})
     run.close()
 
 
