@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
-from earl_core.cluster.errors import WorkerCallFailed
+from earl_core.cluster.errors import WorkerError
 from earl_core.control.learner import save_state
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.placement import Division
@@ -43,7 +43,7 @@ def follow(controller: RunController, plan: DeploymentPlan) -> None:
     if division != controller.groups.division:
         before = controller.groups.division
         for learner in controller.learners.values():
-            learner.parked = _parked(controller, learner.role, plan.iteration)
+            learner.parked = _parked(controller, learner.role, plan.iteration) or learner.parked
         controller.groups.move(division)
         if controller.followed is not None:
             _note(controller, plan, before, division)
@@ -65,7 +65,8 @@ def _parked(controller: RunController, role: str, iteration: int) -> Path | None
     learner = controller.learners[role]
     if group is None or group.deployment is None or learner.version is None:
         return None
-    with suppress(WorkerCallFailed):
+    # Its ranks may be dead, too.
+    with suppress(WorkerError):
         return save_state(controller, learner, StageDeployment(**group.deployment), iteration)
     # The last checkpoint's may be as new.
     logger.warning("the live learner could not be saved: a new one is built", exc_info=True)

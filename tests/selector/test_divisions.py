@@ -10,17 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from earl_core.config.stages import StagesConfig
-from earl_core.deployment.placement import Division
+from earl_core.deployment.placement import Division, spread
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.combination import Way, ways
 from earl_core.selector.choice.division import lack_of_memory
 from earl_core.selector.choice.explain import considered, plan_rows
 from earl_core.selector.choice.policy import select
+from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.prediction import NoFeasiblePlan
+from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.profile.profile_table import candidate_of_key, key_of
+from earl_core.system.hardware import HostResources
 from tests.selector.examples import given, host
 
 COLOCATED = Division(placement="colocated")
@@ -88,6 +91,28 @@ def test_a_division_fits_and_is_never_slower_than_taking_turns(
         rest = machine[1] - engines
         assert plan["rollout"].ranks <= engines * machine[0]
         assert plan["update"].ranks == plan["reference"].ranks == rest * machine[0]
+
+
+@quick
+@examples(st.integers(1, 4), st.integers(2, 8), st.data())
+def test_no_device_is_on_both_sides(hosts: int, gpus: int, data: st.DataObject) -> None:
+    """Of any engine and any mesh that are offered together, on hosts of any size."""
+    engines = data.draw(st.integers(1, gpus - 1))
+    division = Division(placement="separate", engine_devices=engines)
+    predictor = Predictor(stale(hosts=hosts, gpus=gpus, episodes=512), division=division)
+    sites = [HostResources(cores=(), gpus=gpus)] * hosts
+    of_engines: set[tuple[int, int]] = set()
+    of_training: set[tuple[int, int]] = set()
+    for candidate in offers(predictor, "rollout")[0]:
+        for member in range(candidate.replicas):
+            for on, place in spread(division.placed, candidate, member, sites):
+                assert len(place.gpus) == candidate.tensor_parallel
+                of_engines |= {(on, gpu) for gpu in place.gpus}
+    for mesh in offers(predictor, "update")[0]:
+        for on, place in spread(division.placed, mesh, 0, sites):
+            of_training |= {(on, gpu) for gpu in place.gpus}
+    assert of_engines
+    assert not of_engines & of_training
 
 
 @quick

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 
+from earl_core.deployment.placement import most_on_a_host
 from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
@@ -36,7 +37,22 @@ def offers(predictor: Predictor, stage: str) -> Offers:
         reason = "selector.fixed_fields holds a field that these would move"
         label = f"{len(made) - len(kept)} candidates" if kept else "all candidates"
         out.append(RuledOut(stage, label, reason))
-    return list(dict.fromkeys(kept)), out
+    return _apart(predictor, stage, list(dict.fromkeys(kept)), out)
+
+
+def _apart(
+    predictor: Predictor, stage: str, made: list[StageDeployment], out: list[RuledOut]
+) -> Offers:
+    """Leave out what would reach into the other side's devices of a host: hosts have equal numbers
+    of engines and of ranks that share matrices, whose devices are of one host."""
+    part = predictor.part(stage)
+    if not (predictor.division.engine_devices and part.gpus):
+        return made, out
+    kept = [each for each in made if most_on_a_host(each, part.hosts) <= part.devices_per_host]
+    if len(kept) < len(made):
+        reason = "a host would need more devices than its side has"
+        out.append(RuledOut(stage, f"{len(made) - len(kept)} candidates", reason))
+    return kept, out
 
 
 def with_fitting_microbatch(given: SelectionInput) -> SelectionInput:

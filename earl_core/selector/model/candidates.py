@@ -94,7 +94,9 @@ def rollout_candidates(
 def _engines(degree: int, hardware: Hardware) -> list[tuple[int, int]]:
     """Numbers of engines that fill the hardware, and the threads of each device."""
     if hardware.gpus:
-        return [(max(1, hardware.gpus // degree), 1)]
+        # The devices of an engine are of one host.
+        on_each = hardware.devices_per_host // degree
+        return [(max(1, hardware.hosts * on_each or hardware.gpus // degree), 1)]
     return cpu.engines(degree, hardware)
 
 
