@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from earl_core.control.device_moves import engines_of
@@ -17,7 +18,9 @@ def evaluation(given: StageInputs) -> dict[str, Any]:
     controller, iteration, plan = given.controller, given.iteration, given.plan
     weights = input_weights(controller, plan["update"], iteration, "evaluation")
     engines = engines_of(controller, plan)
-    with StageWatch(controller, engines, iteration).fitting():
+    own = engines == plan["rollout"]
+    # Another choice for this iteration would not change the engines of a later plan.
+    with StageWatch(controller, engines, iteration).fitting() if own else nullcontext():
         result = play_evaluation(controller, engines, iteration, weights)
     shares = {
         f"outcome/{name}/{part}": float(value)
