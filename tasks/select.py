@@ -136,7 +136,7 @@ def _selection_input(
         keeps_division=_plays_already(controller, iteration),
         statistics=_statistics(controller, iteration, observed),
         current=_current(controller, iteration, attempt),
-        profile=_profile(controller),
+        profile=_profile(controller, iteration),
         calibration=calibration_of(observed),
         forbidden=forbidden_of(observed, iteration),
         reserved_bytes=_reserved(controller, observed),
@@ -208,8 +208,9 @@ def _reserved(controller: RunController, observed: Sequence[Observation]) -> dic
     }
 
 
-def _profile(controller: RunController) -> ProfileTable:
-    """The shared table of this model, machine and software with what this run has measured."""
+def _profile(controller: RunController, iteration: int) -> ProfileTable:
+    """The shared table of this model, machine and software with what this run has measured, as far
+    as the iteration's choice may know it."""
     if controller.profile is None:
         config = controller.config
         directory = Path(config.selector.profile_directory)
@@ -224,4 +225,6 @@ def _profile(controller: RunController) -> ProfileTable:
             table = ProfileTable()
         half_life = config.selector.half_life
         controller.profile = LearntProfile(controller.run, directory, mark, table, half_life)
-    return controller.profile.table(controller.observed.through(), controller.hardware)
+    seen = controller.observed
+    known = seen.known_to(iteration) if controller.config.schedule.staleness else None
+    return controller.profile.table(seen.through(), controller.hardware, known)

@@ -4,7 +4,6 @@ of them."""
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from pathlib import Path
 
 from earl_core.cluster.errors import WorkerError
@@ -54,7 +53,9 @@ def engines_of(controller: RunController, plan: DeploymentPlan) -> StageDeployme
     """Return the engines that play for the plan: of a version that is evaluated late those that
     there are, where devices have changed sides since."""
     newer = controller.followed
-    if newer is None or division_of(controller, plan) == controller.groups.division:
+    if newer is None or newer.iteration <= plan.iteration:
+        return plan["rollout"]
+    if division_of(controller, plan) == controller.groups.division:
         return plan["rollout"]
     return newer["rollout"]
 
@@ -65,12 +66,12 @@ def _parked(controller: RunController, role: str, iteration: int) -> Path | None
     learner = controller.learners[role]
     if group is None or group.deployment is None or learner.version is None:
         return None
-    # Its ranks may be dead, too.
-    with suppress(WorkerError):
+    try:
         return save_state(controller, learner, StageDeployment(**group.deployment), iteration)
-    # The last checkpoint's may be as new.
-    logger.warning("the live learner could not be saved: a new one is built", exc_info=True)
-    return None
+    except WorkerError:
+        # Its ranks may be dead, too. The last checkpoint's may be as new.
+        logger.warning("the live learner could not be saved: a new one is built", exc_info=True)
+        return None
 
 
 def _note(

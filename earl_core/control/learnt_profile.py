@@ -36,7 +36,8 @@ class LearntProfile:
         self._run, self._directory, self._mark = run, directory, mark
         self._half_life = half_life
         self._table, self._counted = table, self._shared
-        self._warned = False
+        self._warned = self._bounded = False
+        self._taken: tuple[list[Observation], ProfileTable] = [], table
 
     @property
     def _shared(self) -> int:
@@ -44,13 +45,34 @@ class LearntProfile:
         known: dict[str, int] = self._run.record.get("profiled", {})
         return known.get(self._mark, 0)
 
-    def table(self, observations: list[Observation], hardware: Hardware) -> ProfileTable:
-        """Return the table with all of the run's observations."""
+    def table(
+        self,
+        observations: list[Observation],
+        hardware: Hardware,
+        known: list[Observation] | None = None,
+    ) -> ProfileTable:
+        """Return the table with all of the run's observations. known: with those of them only, now
+        and from then on, where iterations overlap."""
         fresh = observations[self._counted :]
+        if known is not None:
+            self._bounded = True
+            held = {id(seen) for seen in known}
+            return self._with([seen for seen in fresh if id(seen) in held], hardware)
         if fresh:
             self._table = refined(self._table, fresh, self._half_life, hardware)
             self._counted = len(observations)
         return self._table
+
+    def _with(self, fresh: list[Observation], hardware: Hardware) -> ProfileTable:
+        """The table as it was read with these; what was added last time is not added again."""
+        fresh = sorted(fresh, key=lambda seen: seen.iteration)
+        taken, table = self._taken
+        if not taken or fresh[: len(taken)] != taken:
+            taken, table = [], self._table
+        if more := fresh[len(taken) :]:
+            table = refined(table, more, self._half_life, hardware)
+        self._taken = fresh, table
+        return table
 
     def share(self, observations: list[Observation], hardware: Hardware) -> None:
         """Write what the run measured into the shared table, for the runs to come.
@@ -75,7 +97,8 @@ class LearntProfile:
             return
         known = self._run.record.get("profiled", {})
         self._run.update_record(profiled={**known, self._mark: len(observations)})
-        self._table, self._counted = table, len(observations)
+        if not self._bounded:
+            self._table, self._counted = table, len(observations)
 
     def _warn(self, error: Exception) -> None:
         """Once: what stands in the way now will most likely do so in each iteration."""

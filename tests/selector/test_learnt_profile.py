@@ -91,3 +91,16 @@ def test_a_run_outlives_a_profile_that_is_damaged_meanwhile(
         profile.share([seen(0)], HOST)
     assert "remove it to measure again" in caplog.text
     assert table_path(tmp_path, MARK).read_bytes() == b"PAR1 nonsense"
+
+
+def test_a_choice_goes_by_the_iterations_that_it_knows_only(tmp_path: Path) -> None:
+    profile, early = learnt(Run(), tmp_path), [seen(0), seen(1)]
+    first = profile.table(early, HOST, early)
+    assert first.points
+    later = [*early, seen(2), seen(3)]
+    assert profile.table(later, HOST, early) == first
+    profile.share(later, HOST)
+    assert profile.table(later, HOST, early) == first
+    every = profile.table(later, HOST, later)
+    assert every == learnt(Run(), tmp_path / "other").table(later, HOST) != first
+    assert profile.table(later, HOST, early) == first
