@@ -14,6 +14,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import ConfigError, RunConfig
+from earl_core.control.device_moves import forget
 from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.prompt_waves import follows_seal
 from earl_core.control.resume_point import StateLost, resume_point
@@ -122,6 +123,7 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
                 if not _may_go_back(controller, number, returned):
                     raise
                 controller.go_back()
+                forget(controller)
         # Where `iterations` was lowered, no checkpoint need hold the last version that it asks for.
         if controller.next_iteration() == settings.iterations:
             last = settings.iterations

@@ -49,6 +49,14 @@ def follow(controller: RunController, plan: DeploymentPlan) -> None:
     controller.followed = plan
 
 
+def forget(controller: RunController) -> None:
+    """Have a run that goes back to its last checkpoint follow earlier plans again, and take over
+    nothing that was saved for a move since."""
+    controller.followed = None
+    for learner in controller.learners.values():
+        learner.parked = None
+
+
 def engines_of(controller: RunController, plan: DeploymentPlan) -> StageDeployment:
     """Return the engines that play for the plan: of a version that is evaluated late those that
     there are, where devices have changed sides since."""

@@ -280,9 +280,7 @@ class RunController:
 
     def go_back(self) -> None:
         """Forget what this controller finished after the last checkpoint: it is done again."""
-        self._finished_here, self.followed = -1, None
-        for learner in self.learners.values():
-            learner.parked = None
+        self._finished_here = -1
 
     def lost_hosts(self) -> HostsChanged | None:
         """Asks every host; what to raise where some are lost."""

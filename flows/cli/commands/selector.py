@@ -44,6 +44,12 @@ PlannedHardware = Annotated[
     str,
     typer.Option("--hardware", help="here (this machine), h100 (8 GPUs), 4xh100, 16x8xh100, ..."),
 ]
+PlannedStaleness = Annotated[
+    int,
+    typer.Option(
+        "--staleness", min=0, max=7, help="Versions that a rollout's may be older: overlap."
+    ),
+]
 PlannedContext = Annotated[
     str | None,
     typer.Option(
@@ -81,12 +87,7 @@ def plan(
     reference: Annotated[
         bool, typer.Option("--reference", help="Plan a reference model (KL penalty), too.")
     ] = False,
-    staleness: Annotated[
-        int,
-        typer.Option(
-            "--staleness", min=0, max=7, help="Versions that a rollout's may be older: overlap."
-        ),
-    ] = 0,
+    staleness: PlannedStaleness = 0,
     adapter: Annotated[
         int | None,
         typer.Option(
