@@ -169,15 +169,18 @@ class Site:
         # Leaving the page before the dialogue is gone would end a request on its way.
         self.press(answer, lambda: not dialogue.is_visible() and self.state() not in (before, ""))
 
-    def artifact(self, kind: str) -> Locator:
-        """Open an artifact of the flow run at hand; the page's main part."""
+    def artifact(self, kind: str, shows: str = "") -> Locator:
+        """Open an artifact of the flow run at hand, until its text shows this; the page's main
+        part. Prefect draws the text, which may come in a second request, after its own words."""
         self.tab("Artifacts")
         card = self.page.locator(
             "a[href*='/artifacts/artifact/']", has_text=f"{self.run.name}-{kind}"
         )
         card.first.click()
         self.page.get_by_text("Show raw data").wait_for()
-        return self.page.locator(".app-router-view, body").first
+        main = self.page.locator(".app-router-view, body").first
+        until(lambda: shows in main.inner_text(), PAGE_SECONDS, main.inner_text)
+        return main
 
 
 @pytest.fixture(scope="module")

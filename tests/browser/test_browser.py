@@ -43,15 +43,16 @@ def test_an_iteration_is_submitted_by_its_form_and_its_artifacts_are_read(site: 
     site.submit("iteration", choose_run)
     site.wait_for("Completed")
     flow_run = site.flow_run
-    plan = site.artifact("plan")
-    assert "Plan of iteration 1" in plan.inner_text()
+    site.artifact("plan", "Plan of iteration 1")
     site.open_flow_run(flow_run)
-    page = site.artifact("curve")
-    widths = page.locator("img").evaluate_all("images => images.map(each => each.naturalWidth)")
-    assert len(widths) == 2
-    assert min(widths) > 0
+    images = site.artifact("curve").locator("img")
+
+    def widths() -> list[int]:
+        return images.evaluate_all("images => images.map(each => each.naturalWidth)")
+
+    until(lambda: len(widths()) == 2 and min(widths()) > 0, PAGE_SECONDS, widths)
     site.open_flow_run(flow_run)
-    assert "A good episode" in site.artifact("episodes").inner_text()
+    site.artifact("episodes", "A good episode")
     site.open_flow_run(flow_run)
     link = site.artifact("mlflow").get_by_role("link", name="The run in MLflow")
     assert "/#/experiments/" in (link.get_attribute("href") or "")
