@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -35,6 +35,24 @@ class McpConfig(Settings):
     headers: dict[str, str] = Field(
         default_factory=dict,
         description="HTTP headers of requests to the url; references are replaced.",
+    )
+    per: Literal["episode", "host"] = Field(
+        default="episode",
+        description="Who shares a connection, and the process of a command: nobody but the "
+        "episode's own calls, or all episodes of a host, for servers that keep nothing between "
+        "calls.",
+    )
+    tools: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Tools of the server that the model may call, by the server's names. None: "
+        "all. Their descriptions stand before every conversation.",
+    )
+    prefix: str = Field(
+        default="",
+        pattern="^[A-Za-z0-9_-]*$",
+        description="Put before the names of its tools, as the model sees them; two servers may "
+        "have tools of one name.",
     )
 
     @model_validator(mode="after")

@@ -11,9 +11,9 @@ from earl_core.environments.agent import PREFIX, AgentEnvironment
 from earl_core.environments.base import Environment
 from earl_core.environments.options import parse_options
 from earl_core.environments.rewards.reward_functions import NAME, RewardFunctions
+from earl_core.environments.tools.episode_tools import HostTools
 from earl_core.environments.tools.functions import load_tool
 from earl_core.environments.tools.mcp import open_servers
-from earl_core.environments.tools.toolbox import Toolbox
 from earl_core.secrets import redact, redact_error, resolve
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import bare, import_object, refuse_library
@@ -169,11 +169,9 @@ def characters_of(environment: Environment, name: str) -> str:
     return "".join(sorted(set(named)))
 
 
-async def toolbox(
-    tools: Sequence[str], mcp: Sequence[Mapping[str, Any]], timeout_seconds: float, environment: Any
-) -> Toolbox:
-    """Collect the tools of the model beside the methods of the environment, which are checked, too.
-    Servers stay connected as long as the event loop lives. Raises ConfigError."""
-    found = Toolbox([*map(load_tool, tools), *await open_servers(mcp)], timeout_seconds)
-    found.with_methods(environment)
-    return found
+async def host_tools(
+    tools: Sequence[str], mcp: Sequence[Mapping[str, Any]], timeout_seconds: float
+) -> HostTools:
+    """Load the functions that the model may call, and ask the servers for theirs. Raises
+    ConfigError."""
+    return HostTools([*map(load_tool, tools)], await open_servers(mcp), timeout_seconds)

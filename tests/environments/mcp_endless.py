@@ -1,4 +1,5 @@
-"""A server that always names a next page of tools: `python mcp_endless.py [same]`."""
+"""A server that always names a next page of tools: `python mcp_endless.py [same]`; with
+`none` it has no tools."""
 
 from __future__ import annotations
 
@@ -18,5 +19,7 @@ for line in sys.stdin:
         number = 0 if "same" in sys.argv else next(numbers)
         tool = {"name": f"t{number}", "inputSchema": {"type": "object"}}
         result = {"tools": [tool], "nextCursor": f"page {number}"}
+        if "none" in sys.argv:
+            result = {"tools": []}
     if "id" in asked:
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)

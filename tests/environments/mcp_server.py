@@ -1,4 +1,5 @@
-"""A server of tools: `python mcp_server.py` speaks over its pipes, with a port over HTTP."""
+"""A server of tools: `python mcp_server.py` speaks over its pipes, with a port and
+`streamable-http` or `sse` over HTTP."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("tests")
+texts: list[str] = []
 
 
 @server.tool()
@@ -37,6 +39,13 @@ def variable() -> str:
 
 
 @server.tool()
+def remember(text: str) -> str:
+    """Adds a text to those of this process, and says them all."""
+    texts.append(text)
+    return " ".join(texts)
+
+
+@server.tool()
 def die() -> str:
     """Ends the server."""
     os._exit(1)
@@ -44,6 +53,6 @@ def die() -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        server.run(transport="streamable-http", port=int(sys.argv[1]))
+        server.run(transport=sys.argv[2], port=int(sys.argv[1]))  # type: ignore[call-overload]
     else:
         server.run()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
-from earl_core.environments.registry import create, toolbox
+from earl_core.environments.registry import create, host_tools
 from earl_core.environments.tools.calculator import calculator
 from earl_core.environments.tools.functions import Tool
 from earl_core.environments.tools.toolbox import OUTPUT_CHARACTERS, Toolbox
@@ -68,7 +68,11 @@ async def opened(pool: EnvironmentPool, episode: int) -> int:
 
 def check(name: str, tools: list[str], mcp: list[dict[str, Any]] | None = None) -> None:
     """What a host does as it starts."""
-    asyncio.run(toolbox(tools, mcp or [], 1.0, create(name)))
+
+    async def run() -> None:
+        (await host_tools(tools, mcp or [], 1.0)).offered(create(name))
+
+    asyncio.run(run())
 
 
 def texts(result: StepResult) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any
 from earl_core.environments import registry
 from earl_core.environments.hosting.connection import Connection
 from earl_core.environments.hosting.host_calls import Call, Calls, failure
-from earl_core.environments.tools.toolbox import Toolbox
+from earl_core.environments.tools.episode_tools import HostTools
 from earl_core.secrets import guard_output, redact
 from earl_core.system.errors import ConfigError
 from earl_core.system.frames import Channel, encode
@@ -56,7 +56,7 @@ class Host:
         options: dict[str, Any],
         timeout_seconds: float,
         threads: int,
-        tools: Toolbox,
+        tools: HostTools,
         concurrent: bool,
     ) -> None:
         self._timeout = timeout_seconds
@@ -152,8 +152,8 @@ def _serve(connection: socket.socket) -> None:
         made = registry.check(name, options)
         characters = registry.characters_of(made, name)
         given, seconds = (start["tools"], start["mcp"]), start["tool_timeout_seconds"]
-        tools = loop.run_until_complete(registry.toolbox(*given, seconds, made))
-        schemas = tools.with_methods(made).schemas
+        tools = loop.run_until_complete(registry.host_tools(*given, seconds))
+        offered = tools.offered(made)
     except BaseException as error:
         why = str(error)
         if not isinstance(error, ConfigError):
@@ -168,8 +168,8 @@ def _serve(connection: socket.socket) -> None:
             "deterministic": registry.can_replay(made, start["deterministic"], start["mcp"]),
             "concurrent": concurrent,
             "wants_policy": wants_policy,
-            "tools": schemas,
-            "notes": tools.notes,
+            "tools": offered.schemas,
+            "notes": offered.notes,
             "characters": characters,
             # A look at all packages takes as long as the rest of the start.
             "versions": {} if start["own_packages"] else _versions(),

@@ -17,7 +17,7 @@ from typing import Any
 
 from earl_core.environments.base import Environment, EnvironmentFailed, Message, StepResult
 from earl_core.environments.rewards.results import first_messages, legal_answers, step_result
-from earl_core.environments.tools.toolbox import Toolbox
+from earl_core.environments.tools.episode_tools import EpisodeTools, HostTools
 from earl_core.secrets import redact
 from earl_core.system.frames import WireError, encode
 
@@ -73,19 +73,20 @@ class Calls:
     """The environments of one host, by episode.
 
     create: makes a fresh environment, in a thread. threads: run what is not a coroutine function.
-    tools: what the model may call beside the environment's own methods.
+    tools: what the model may call.
     """
 
     passing: tuple[type[BaseException], ...] = ()
     """Exceptions that are raised on, because they are no failure of the environment."""
 
     def __init__(
-        self, create: Callable[[], Environment], threads: Executor, tools: Toolbox
+        self, create: Callable[[], Environment], threads: Executor, tools: HostTools
     ) -> None:
         self._create = create
         self._tools = tools
         self._threads = threads
         self._environments: dict[int, Environment] = {}
+        self._episode_tools: dict[int, EpisodeTools] = {}
         self._outcomes: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._waking = False
 
@@ -135,9 +136,13 @@ class Calls:
 
     async def _use_tools(self, call: Call, message: Message) -> StepResult:
         environment: Any = self._environments[call.episode]
-        tools = self._tools.with_methods(environment)
+        if call.episode not in self._episode_tools:
+            self._episode_tools[call.episode] = self._tools.of_episode(environment)
+        toolbox, calls = self._episode_tools[call.episode].toolbox, message["tool_calls"]
+        # Its time is not that of a step: many episodes' servers may be starting.
+        await toolbox.ready(calls)
         in_thread = partial(self._in_thread, call)
-        result: StepResult = await self._invoke(call, tools.use, message["tool_calls"], in_thread)
+        result: StepResult = await self._invoke(call, toolbox.use, calls, in_thread)
         if told := getattr(environment, "tools_used", None):
             await self._invoke(call, told, [message, *result.messages])
         return result
@@ -195,6 +200,8 @@ class Calls:
                 raise
             except BaseException:
                 logger.warning("close() of an environment raised", exc_info=True)
+        if tools := self._episode_tools.pop(call.episode, None):
+            await tools.close()
 
 
 def failure(call: Call, reason: str, detail: str, *, stuck: bool = False) -> bytes:

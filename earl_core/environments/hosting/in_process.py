@@ -93,10 +93,11 @@ class InProcessSupervisor:
         self.concurrent = bool(getattr(made, "concurrent", True))
         self.wants_policy = bool(getattr(made, "wants_policy", False))
         self.deterministic = registry.can_replay(made, settings.deterministic, settings.mcp)
-        tools = await registry.toolbox(
-            settings.tools, settings.mcp, settings.tool_timeout_seconds, made
+        tools = await registry.host_tools(
+            settings.tools, settings.mcp, settings.tool_timeout_seconds
         )
-        self.tools, self.notes = tools.with_methods(made).schemas, tools.notes
+        offered = tools.offered(made)
+        self.tools, self.notes = offered.schemas, offered.notes
         if not self.concurrent:
             self._turn = asyncio.Lock()
         self._threads = ThreadPoolExecutor(settings.threads, "environment")

@@ -22,7 +22,7 @@ from earl_core.environments.base import (
     ToolCall,
 )
 from earl_core.environments.tools.arguments import ArgumentCheck, is_costly, misfit
-from earl_core.environments.tools.functions import Tool, tool_of
+from earl_core.environments.tools.functions import Tool
 from earl_core.system.errors import ConfigError, EarlError
 
 OUTPUT_CHARACTERS = 2**15
@@ -43,18 +43,10 @@ class Toolbox:
             check_schema(tool.schema)
             if tool.name in self._tools:
                 raise ConfigError(
-                    f"two tools have the name {tool.name!r}", remedy="rename or drop one of them"
+                    f"two tools have the name {tool.name!r}",
+                    remedy="rename or drop one of them, or give an MCP server a `prefix`",
                 )
             self._tools[tool.name] = tool
-
-    def with_methods(self, environment: Any) -> Toolbox:
-        """These tools and the methods that the environment, an object or its class, names."""
-        names = getattr(environment, "tools", ())
-        if not names:
-            return self
-        kind = environment if isinstance(environment, type) else type(environment)
-        own = [_method(environment, name, f"{kind.__name__}.{name}") for name in names]
-        return Toolbox([*self._tools.values(), *own], self._timeout)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -65,6 +57,12 @@ class Toolbox:
     def notes(self) -> list[str]:
         """Notes for somebody who starts a run with these tools."""
         return [note for tool in self._tools.values() for note in tool.notes]
+
+    async def ready(self, calls: Sequence[ToolCall]) -> None:
+        """Connect to the servers of these calls. Raises `EnvironmentFailed`."""
+        called = {call["function"]["name"] for call in calls}
+        tools = [tool for tool in self._tools.values() if tool.name in called and tool.ready]
+        await asyncio.gather(*(tool.ready() for tool in tools if tool.ready))
 
     async def use(self, calls: Sequence[ToolCall], in_thread: InThread) -> StepResult:
         """A message for each call, in their order; `info["tool_errors"]` says how many failed.
@@ -94,8 +92,6 @@ class Toolbox:
             raise EarlError(f"there is no tool {call['name']!r}: use {', '.join(self._tools)}")
         arguments = call["arguments"]
         await _check_arguments(tool, arguments)
-        if tool.ready is not None:
-            await tool.ready()
         if inspect.iscoroutinefunction(tool.function):
             said = tool.function(**arguments)
         else:
@@ -158,16 +154,6 @@ async def _check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     unknown = set(arguments) - set(named)
     if named and unknown and not parameters.get("additionalProperties"):
         raise EarlError(f"{tool.name} has no argument {', '.join(sorted(unknown))}")
-
-
-def _method(environment: Any, name: str, path: str) -> Tool:
-    method = getattr(environment, name, None)
-    if method is None:
-        raise ConfigError(f"the environment names a tool {path!r} that it does not have")
-    if isinstance(environment, type):
-        # Bound to nothing, for its schema alone.
-        method = method.__get__(object())
-    return tool_of(method, path)
 
 
 def _text(value: Any) -> str:
