@@ -39,7 +39,10 @@ def _of_environment(key: str, environment: EnvironmentConfig) -> dict[str, str]:
     found = _paths(key, {
         "name": environment.name, "options": environment.options, "tools": environment.tools,
     })  # fmt: skip
-    if environment.agent is not None:
+    command = environment.options.get("command")
+    if environment.agent == "program" and isinstance(command, list | tuple):
+        found[f"{key}.options.command"] = " ".join(map(str, command))
+    elif environment.agent is not None:
         found[f"{key}.agent"] = environment.agent
     if environment.python is not None:
         found[f"{key}.python"] = environment.python

@@ -79,7 +79,8 @@ class EnvironmentConfig(Settings):
     agent: str | None = Field(
         default=None,
         description="Instead of a name: the import path `package.module:function` of an agent, "
-        "which is called as run(task, base_url, api_key) and returns the reward; or verifiers.",
+        "which is called as run(task, base_url, api_key) and returns the reward; or program (a "
+        "command or a service), or verifiers.",
     )
     options: Options = Field(
         default_factory=dict,

@@ -23,6 +23,9 @@ MODEL, OPPONENT = "policy", "opponent"
 """The models that an agent may ask. The second is the same policy, whose answers are recorded
 nowhere: an opponent, a simulated user. Any other name is the first's."""
 
+POSTED = "reward_posted"
+"""In the info of an episode whose reward is the one that was posted to the gateway."""
+
 
 class AgentEnvironment:
     """One episode of an agent, in the form of an environment of one step.

@@ -27,8 +27,10 @@ BUILT_IN: dict[str, str] = {
     "gymnasium": "earl_core.environments.adapters.gymnasium:GymnasiumEnvironment",
     "reasoning_gym": "earl_core.environments.adapters.reasoning_gym:ReasoningGymEnvironment",
     "openenv": "earl_core.environments.adapters.openenv:OpenEnv",
+    f"{PREFIX}program": "earl_core.environments.adapters.program:Program",
     f"{PREFIX}verifiers": "earl_core.environments.adapters.verifiers:Verifiers",
 }
+_AGENTS = [each.removeprefix(PREFIX) for each in BUILT_IN if each.startswith(PREFIX)]
 
 
 def can_replay(made: object, configured: bool, mcp: Sequence[Any]) -> bool:
@@ -62,9 +64,8 @@ def create(name: str, options: Mapping[str, Any] | None = None) -> Environment:
         if ":" not in path:
             raise ConfigError(
                 f"there is no agent {path!r}",
-                remedy=f"{meant(path, ['verifiers'])}use verifiers, or the import path of "
-                "a function of your own, like "
-                "'package.module:function'",
+                remedy=f"{meant(path, _AGENTS)}use one of {', '.join(_AGENTS)}, or the import "
+                "path of a function of your own, like 'package.module:function'",
             )
         return AgentEnvironment(path, options)
     factory = _own_class(name)

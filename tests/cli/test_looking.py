@@ -38,6 +38,7 @@ NAMING: dict[str, dict[str, Any]] = {
             "options": {"path": "rows.jsonl", "reward_function": "canary:score"},
         }
     },
+    "program": {"environment": {"agent": "program", "options": {"command": ["./python"]}}},
     "gymnasium": {"environment": {"name": "gymnasium", "options": {"id": "canary:Cart-v1"}}},
     "evaluation": {"evaluation": {"options": {"opponent": "canary:move"}}},
     "suite": {

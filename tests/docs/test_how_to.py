@@ -92,8 +92,11 @@ def test_tools_of_ones_own(directory: Path) -> None:
     assert asyncio.run(run()) == ["6", "2"]
 
 
-def test_an_agent_of_ones_own(directory: Path) -> None:
-    environment = EnvironmentConfig(**Page("own-agent.md", directory).settings["environment"])
+@pytest.mark.parametrize("page", ["own-agent.md", "program-agent.md"])
+def test_an_agent_of_ones_own(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = EnvironmentConfig(**Page(page, directory).settings["environment"])
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
 
     async def run() -> list[Any]:
         pool = EnvironmentPool.of(environment, hosts=1, concurrency=4, log_path=None)

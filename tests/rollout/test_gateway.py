@@ -45,7 +45,7 @@ async def played(
     seconds: float = 30.0,
 ) -> tuple[list[Episode], LoadMeter, EnvironmentPool]:
     chat = ChatTokenizer(char_tokenizer(CHATML))
-    name = f"agent:tests.rollout.agents:{agent}"
+    name = f"agent:tests.rollout.agents:{agent}" if agent != "program" else "agent:program"
     pool = EnvironmentPool(name, options, step_timeout_seconds=seconds)
     await pool.start()
     meter = LoadMeter(count)

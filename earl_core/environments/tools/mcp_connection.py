@@ -16,15 +16,13 @@ from typing import Any
 
 from earl_core.environments.base import EnvironmentFailed
 from earl_core.secrets import redact, resolve
+from earl_core.system.child import bound
 from earl_core.system.errors import EarlError
+from earl_core.system.last_words import LastWords
 
 OPEN_SECONDS = 60.0
 _MOST_BLOCKS = 1000
 _ERROR_CHARACTERS = 1000
-# A server begins a session of its own, so that the end of its host's group does not reach it.
-_BOUND = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-)
 _HTTP = {
     401: "give its key in `headers`",
     403: "give its key in `headers`",
@@ -48,7 +46,7 @@ class Connection:
         self._over = asyncio.Event()
         self._connecting = asyncio.Lock()
         self._status = 0
-        self._errors = ""
+        self._errors = LastWords(_ERROR_CHARACTERS, sys.stderr.write)
 
     async def ready(self) -> None:
         """Connect, unless it is connected. Raises `EnvironmentFailed`."""
@@ -100,8 +98,8 @@ class Connection:
             text = f"it took over {OPEN_SECONDS:g} s"
         if self._status >= 400:
             text = f"HTTP {self._status} ({_HTTP.get(self._status, text)})"
-        if self._errors.strip():
-            text += f"; its stderr ends with:\n{self._errors.strip()}"
+        if words := self._errors.text.strip():
+            text += f"; its stderr ends with:\n{words}"
         return redact(text)
 
     def _lost(self, how: str, error: Exception) -> EnvironmentFailed:
@@ -114,7 +112,7 @@ class Connection:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
         self._status = 0
-        self._errors = ""
+        self._errors = LastWords(_ERROR_CHARACTERS, sys.stderr.write)
         self._holding = asyncio.create_task(self._hold(ready, self._over))
         try:
             await ready
@@ -144,8 +142,9 @@ class Connection:
             if shutil.which(command[0]) is None:
                 raise FileNotFoundError(f"there is no program {command[0]!r}")
             variables = {name: resolve(value) for name, value in given["variables"].items()}
-            arguments = ["-S", "-c", _BOUND, *command]
-            server = StdioServerParameters(command=sys.executable, args=arguments, env=variables)
+            # It begins a session, so that the end of its host's group does not reach it.
+            program, *arguments = bound(command)
+            server = StdioServerParameters(command=program, args=arguments, env=variables)
             reading, writing = os.pipe()
             following = asyncio.create_task(self._follow(reading))
             # A grandchild may hold the pipe open.
@@ -172,10 +171,7 @@ class Connection:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
         )
         try:
-            while chunk := await reader.read(4096):
-                text = chunk.decode(errors="replace")
-                sys.stderr.write(text)
-                self._errors = (self._errors + text)[-_ERROR_CHARACTERS:]
+            await self._errors.read(reader)
         finally:
             transport.close()
 

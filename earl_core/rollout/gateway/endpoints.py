@@ -19,7 +19,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from earl_core.environments.agent import MODEL, OPPONENT
+from earl_core.environments.agent import MODEL, OPPONENT, episode_result
+from earl_core.environments.rewards.results import step_result
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings
@@ -33,10 +34,12 @@ from earl_core.rollout.gateway.pending import Growth, PendingAnswer
 from earl_core.rollout.gateway.refusals import ERROR_CODE, invalid, refused
 from earl_core.rollout.gateway.session import Session
 from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.system.frames import WireError
 
 _ENDPOINTS = (
     "POST .../v1/chat/completions, POST .../v1/responses, POST .../v1/messages, "
-    "POST .../inference/v1/generate, GET .../v1/models and GET .../v1/models/policy"
+    "POST .../inference/v1/generate, POST .../v1/reward, GET .../v1/models and "
+    "GET .../v1/models/policy"
 )
 _PIECE_SECONDS = 0.1
 """Seconds between two pieces of an answer that is streamed."""
@@ -81,10 +84,22 @@ class Endpoints:
             ]
             routes += [
                 Route(f"{session}/inference/v1/generate", self._generate_tokens, methods=["POST"]),
+                Route(f"{session}/v1/reward", self._take_reward, methods=["POST"]),
                 Route(f"{session}/v1/models", self._list_models),
                 Route(f"{session}/v1/models/{{model}}", self._model),
             ]
         return routes
+
+    async def _take_reward(self, request: Request) -> Response:
+        session = self._session(request)
+        value = await self._parsed(request, session, lambda body: body)
+        if session.posted is not None:
+            raise refused(409, "reward_posted", "the episode has its reward already")
+        try:
+            session.posted = step_result(episode_result(value))
+        except WireError as error:
+            raise invalid(str(error)) from error
+        return JSONResponse({"object": "reward"})
 
     async def _list_models(self, request: Request) -> Response:
         self._session(request)

@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from earl_core.environments.base import EnvironmentFailed
+from earl_core.environments.agent import POSTED
+from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import RETRIES, check_failures, live_slots
 from earl_core.rollout.chat.chat import ChatTokenizer
@@ -96,7 +97,21 @@ async def _attempt(
         meter.environment_steps += 1
         seconds = time.perf_counter() - started - (session.waited - before)
         meter.environment_wait += max(seconds, 0.0)
-    return session.end(result.reward, result.info)
+    return session.end(*_verdict(session, result))
+
+
+def _verdict(session: Session, result: StepResult) -> tuple[float, dict[str, Any]]:
+    """Reward and info: the agent's, or those that were posted. Raises `EnvironmentFailed` for both,
+    and for neither."""
+    posted, awaited = session.posted, result.info.pop(POSTED, False)
+    if (posted is not None) != awaited:
+        told = "no reward was posted before its end"
+        if posted is not None:
+            told = "its reward was posted and returned: do one of them"
+        raise EnvironmentFailed(session.spec.episode_id, "exception", told)
+    if posted is None:
+        return result.reward, result.info
+    return posted["reward"], posted["info"]
 
 
 async def all_unless(failed: asyncio.Future[None], tasks: Sequence[asyncio.Task[Any]]) -> None:

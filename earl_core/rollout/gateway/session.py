@@ -91,6 +91,8 @@ class Session:
         self.waited = 0.0
         """Seconds in which the agent waited for answers; where several wait, one counts."""
         self._asking, self._asked_at = 0, 0.0
+        self.posted: dict[str, Any] | None = None
+        """The result that the agent has posted: `reward` and `info`."""
 
     @property
     def sequence_ids(self) -> list[int]:
