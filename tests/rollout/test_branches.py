@@ -9,6 +9,7 @@ import pytest
 
 from earl_core.environments.base import Message
 from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.gateway.branches import Branches, Prompt
 from earl_core.trajectory.samples import VersionSpan
@@ -117,3 +118,59 @@ def test_a_turn_says_the_versions_of_its_first_and_its_last_token() -> None:
     branches.answer(prompt, Completion(LETTERS[:3], [-1.0] * 3, "length", spans))
     (sample,) = branches.samples
     assert (sample.policy_version_first, sample.policy_version_last) == ([4], [5])
+
+
+def said_by(branches: Branches, messages: list[Message], text: str, tools: Tools) -> Message:
+    """Have the policy answer this."""
+    tokens = [*TOKENIZER.encode(text, add_special_tokens=False), END]
+    spans = [VersionSpan(1, 0, len(tokens))]
+    completion = Completion(tokens, [-1.0] * len(tokens), "stop", spans)
+    return branches.answer(branches.prompt(messages, tools), completion)[0]
+
+
+CALLS = Tools([{"type": "function", "function": {"name": "look", "parameters": {}}}])
+REASONED = "<think>hm</think>hello"
+CALLED = 'I look.<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("tools", "answer", "kept", "after"),
+    [
+        (NO_TOOLS, REASONED, "hello", "user"),
+        (CALLS, CALLED, "", "tool"),
+        (CALLS, f"<think>a</think>{CALLED}", "", "tool"),
+    ],
+)
+def test_an_answer_that_comes_back_with_less_extends_its_sample(
+    tools: Tools, answer: str, kept: str, after: str
+) -> None:
+    branches = Branches(ChatTokenizer(TOKENIZER), 5)
+    messages: list[Message] = [{"role": "user", "content": "hi"}]
+    for turn in range(3):
+        message = said_by(branches, messages, answer, tools)
+        assert message["content"] != kept
+        # The ids of calls are the agent's own.
+        back: Message = {**message, "content": kept}
+        if calls := message.get("tool_calls"):
+            back["tool_calls"] = [{**call, "id": f"own{turn}"} for call in calls]
+        messages += [back, {"role": after, "content": "go on"}]
+    (sample,) = branches.samples
+    assert len(sample.turn_starts) == 3
+    assert text(sample.tokens).count(answer) == 3
+    # What is no answer's remainder is another conversation.
+    said_by(branches, [*messages[:1], {**messages[1], "content": "other"}, messages[2]], "x", tools)
+    assert len(branches.samples) == 2
+
+
+def test_what_could_be_left_of_two_answers_is_neither() -> None:
+    branches = Branches(ChatTokenizer(TOKENIZER), 5)
+    first: list[Message] = [{"role": "user", "content": "hi"}]
+    for reasoning in ("a", "b"):
+        said_by(branches, first, f"<think>{reasoning}</think>hello", NO_TOOLS)
+    goes_on: Message = {"role": "user", "content": "go on"}
+    bare_one: Message = {"role": "assistant", "content": "hello"}
+    said_by(branches, [*first, bare_one, goes_on], "x", NO_TOOLS)
+    assert [len(sample.turn_starts) for sample in branches.samples] == [1, 1, 1]
+    whole: Message = {"role": "assistant", "content": "<think>b</think>hello"}
+    said_by(branches, [*first, whole, goes_on], "x", NO_TOOLS)
+    assert [len(sample.turn_starts) for sample in branches.samples] == [1, 2, 1]

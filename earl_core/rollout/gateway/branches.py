@@ -2,7 +2,8 @@
 
 A request repeats its whole conversation as text. Where its messages extend a branch, the next
 prompt is that branch's tokens and the template's tokens for the new messages: what was sampled is
-never encoded again. Where they extend an earlier turn, or a branch that is being answered, a new
+never encoded again, also where an answer comes back without its reasoning or the text beside a call
+(`repeated`). Where they extend an earlier turn, or a branch that is being answered, a new
 branch begins with the tokens until that turn, which are then given and not trained a second time.
 Otherwise a new branch begins with the messages.
 
@@ -24,6 +25,7 @@ from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.gateway.branch import Branch, Turn, branch_key, compared
 from earl_core.rollout.gateway.placing import Placing, Prompt
+from earl_core.rollout.gateway.repeated import repeated
 from earl_core.trajectory.samples import Sample, derive_seed
 
 _RENDERED = "rendered by the client"
@@ -60,7 +62,8 @@ class Branches:
         said = [compared(message) for message in messages]
         if opening and (going_on := self._going_on(messages, said, tools.key, opening)):
             return going_on
-        branch, at = self._longest(said, tools.key)
+        known = [each for each in self.all if each.tools == tools.key]
+        branch, at, said = repeated(known, said)
         if branch is None:
             opened = [*said, Message(role="assistant", content=opening)] if opening else said
             new = self._new(opened, tools.key)
@@ -187,23 +190,6 @@ class Branches:
             return None
         new = self._new(opened, tools)
         return Placing.going_on(new, messages, said, *fork, False)
-
-    def _longest(self, said: list[Message], tools: str) -> tuple[Branch | None, Turn | None]:
-        """The turn after which fewest messages are new, and its branch if that can be extended."""
-        longest: Turn | None = None
-        extended: Branch | None = None
-        for branch in (branch for branch in self.all if branch.tools == tools):
-            pairs = zip(branch.messages, said, strict=False)
-            equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            known = [turn for turn in branch.turns if turn.messages <= min(equal, len(said) - 1)]
-            if not known:
-                continue
-            free = known[-1] is branch.turns[-1] and not branch.busy
-            # Of equally long ones, one that can be extended.
-            best = (0, False) if longest is None else (longest.messages, extended is not None)
-            if (known[-1].messages, free) > best:
-                longest, extended = known[-1], branch if free else None
-        return extended, longest
 
     def _new(self, said: list[Message], tools: str) -> Branch:
         key = branch_key(said, tools)
