@@ -45,6 +45,26 @@ class Image(Echo):
     observation_space = spaces.Box(0, 255, (64, 64, 3), np.uint8)
 
 
+class Few(spaces.Discrete):
+    """A class derived from gymnasium's own."""
+
+
+class Doors(gymnasium.Env):
+    """Two steps; says what can be done, and at the end whether it went well."""
+
+    observation_space, action_space = spaces.Text(9), Few(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return "a hall", {"mask": np.array([1, 0, 1], np.int8), "commands": ["open", "wait"]}
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        info = {"is_success": bool(action), "depth": np.float32(0.5), "words": "none", "mask": None}
+        return "a door", 0.0, self.steps == 2, False, info
+
+
 class Digits(gymnasium.Env):
     """Pays a digit's worth, for two turns."""
 
@@ -58,5 +78,5 @@ class Digits(gymnasium.Env):
         return "987654321", action / 9, False, False, {}
 
 
-for kind in (Digits, Echo, Image, Mixed):
+for kind in (Digits, Doors, Echo, Image, Mixed):
     gymnasium.register(f"Test{kind.__name__}-v0", entry_point=kind, max_episode_steps=2)

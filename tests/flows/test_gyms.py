@@ -98,12 +98,34 @@ def test_frozen_lake_as_a_picture(play: Play) -> None:
         for each in episodes:
             text, reward, info = each[-1]
             outcomes[info["outcome"]] += 1
-            assert info["metrics"] == {"env_steps": len(each) - 1, "illegal_answers": 0}
+            own = {"env_steps": len(each) - 1, "illegal_answers": 0}
+            assert info["metrics"] == {"prob": pytest.approx(1 / 3), **own}
             assert reward == float('"G" on red' in text)
         assert outcomes["terminated"] > 30
 
     actions = ["left", "down", "right", "up"]
     play(scenario, "gymnasium", id="FrozenLake-v1", rules="Reach G.", actions=actions)
+
+
+def test_what_is_possible_is_told_and_a_mask_refuses_the_rest(play: Play) -> None:
+    async def scenario(pool: EnvironmentPool) -> None:
+        first = (await pool.reset(0, 0, 0))[0]["content"]
+        assert first.endswith("a hall\n\nPossible now: left, right.")
+        refused = await pool.step(0, "ahead")
+        assert "this action is not possible now" in refused.messages[0]["content"]
+        assert (await pool.step(0, "left")).messages[0]["content"] == "a door"
+        # Where the environment says nothing, all are.
+        last = await pool.step(0, "```\nahead\n```")
+        own = {"env_steps": 2, "illegal_answers": 1}
+        assert last.info["metrics"] == {"is_success": 1.0, "depth": 0.5, **own}
+
+    async def told(pool: EnvironmentPool) -> None:
+        first = (await pool.reset(0, 0, 0))[0]["content"]
+        assert first.endswith("a hall\n\nPossible now: open, wait.")
+
+    world: dict[str, Any] = {"id": f"{WORLDS}:TestDoors-v0", "allowed_errors": 1}
+    play(scenario, "gymnasium", **world, possible="mask", actions=["left", "ahead", "right"])
+    play(told, "gymnasium", **world, possible="commands")
 
 
 def test_text_actions_and_tries(play: Play) -> None:
@@ -116,7 +138,7 @@ def test_text_actions_and_tries(play: Play) -> None:
         told = result.messages[0]["content"]
         assert told.startswith("Illegal answer: 'no idea' is not 3 to 3 of the characters abc.")
         assert told.endswith("1 try is left.")
-        result = await pool.step(0, f" {word}\n")
+        result = await pool.step(0, f"I say\n```text\n {word}\n```")
         assert (result.reward, result.done) == (1.0, True)
         assert result.info["metrics"] == {"env_steps": 1, "illegal_answers": 1}
         # The prompt fixes the start.

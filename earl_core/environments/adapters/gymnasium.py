@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
+from earl_core.environments.adapters.fenced import unfenced
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, at_least, check_pattern
+from earl_core.environments.rewards.results import LARGEST_NUMBER
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_package
 
@@ -25,6 +27,9 @@ class GymnasiumOptions(Options):
     actions: names of a Discrete space's actions, in their order; () for their numbers.
     answer_pattern: regular expression whose last match, or its group 1, is the action; None: the
         whole answer.
+    possible: key of `info` that says which actions are possible now, told with each observation: a
+        mask of a Discrete space's actions, which refuses the others (action_mask), or a list of
+        texts (admissible_commands).
     allowed_errors: illegal answers forgiven per turn before the episode ends.
     illegal_reward: reward of an illegal answer that ends the episode.
     """
@@ -34,6 +39,7 @@ class GymnasiumOptions(Options):
     rules: str = ""
     actions: tuple[str, ...] = ()
     answer_pattern: str | None = None
+    possible: str | None = None
     allowed_errors: int = 0
     illegal_reward: float = -1.0
 
@@ -48,7 +54,7 @@ class GymnasiumEnvironment:
 
     The prompt index seeds the reset; (prompt, seed) seeds the generator that the environment has
     from then on, `np_random`. `info` at the end: `outcome` (terminated, truncated, illegal),
-    `metrics` (env_steps, illegal_answers).
+    `metrics` (env_steps, illegal_answers, and the numbers of the environment's last `info`).
     """
 
     options_model: ClassVar[type[GymnasiumOptions]] = GymnasiumOptions
@@ -64,12 +70,13 @@ class GymnasiumEnvironment:
             _check_space(self._environment.observation_space, f"the observation space {title}")
         self._expected = _expected(self._space, options)
         self._steps = self._illegal = self._errors = 0
+        self._info: Mapping[str, Any] = {}
         self._done = True
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         import numpy as np
 
-        observation, _ = self._environment.reset(seed=_seed(f"{self.options.id}/{prompt}"))
+        observation, self._info = self._environment.reset(seed=_seed(f"{self.options.id}/{prompt}"))
         again = np.random.default_rng(_seed(f"{self.options.id}/{prompt}/{seed}"))
         self._environment.unwrapped.np_random = again
         self._steps = self._illegal = self._errors = 0
@@ -86,7 +93,7 @@ class GymnasiumEnvironment:
             return self._refused(str(error))
         self._errors = 0
         self._steps += 1
-        observation, reward, terminated, truncated, _ = self._environment.step(action)
+        observation, reward, terminated, truncated, self._info = self._environment.step(action)
         outcome = "terminated" if terminated else "truncated" if truncated else None
         return self._result(self._shown(observation), float(reward), outcome)
 
@@ -100,7 +107,31 @@ class GymnasiumEnvironment:
             if not found:
                 raise ValueError(f"it does not match {self.options.answer_pattern}")
             text = found[-1]
-        return _parse_action(self._space, text, self.options.actions)
+        action = _parse_action(self._space, text, self.options.actions)
+        mask = self._mask()
+        if mask is not None and not mask[int(action) - int(self._space.start)]:
+            raise ValueError("this action is not possible now")
+        return action
+
+    def _mask(self) -> Sequence[Any] | None:
+        """Whether each action of a Discrete space is possible, where the environment says so."""
+        if self.options.possible is None or _kind(self._space) != "Discrete":
+            return None
+        mask = _plain(self._info.get(self.options.possible))
+        if not isinstance(mask, list) or len(mask) != self._space.n:
+            return None
+        return mask if all(isinstance(each, int | float) for each in mask) else None
+
+    def _possible(self) -> str:
+        """The sentence that tells which actions are possible."""
+        if self.options.possible is None:
+            return ""
+        if (mask := self._mask()) is not None:
+            names = self.options.actions or range(self._space.start, self._space.start + len(mask))
+            told = [str(name) for name, one in zip(names, mask, strict=True) if one]
+        else:
+            told = [str(each) for each in self._info.get(self.options.possible) or ()]
+        return f"Possible now: {', '.join(told)}." if told else ""
 
     def _refused(self, why: str) -> StepResult:
         self._illegal += 1
@@ -116,15 +147,30 @@ class GymnasiumEnvironment:
         if outcome is None:
             return StepResult(_user(text), reward, False)
         self._done = True
-        metrics = {"env_steps": self._steps, "illegal_answers": self._illegal}
+        own = {"env_steps": self._steps, "illegal_answers": self._illegal}
+        metrics = {**_numbers(self._info), **own}
         outcomes = ["terminated", "truncated", "illegal"]
         info = {"outcome": outcome, "outcomes": outcomes, "metrics": metrics}
         return StepResult(_user(text), reward, True, info)
 
     def _shown(self, observation: Any) -> str:
-        if self._rendered:
-            return _uncoloured(str(self._environment.render()))
-        return _as_text(observation)
+        rendered = self._rendered
+        shown = _uncoloured(str(self._environment.render())) if rendered else _as_text(observation)
+        return "\n\n".join(filter(None, (shown, self._possible())))
+
+
+def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers and truth values of an `info`, by name, some of them at most."""
+    plain = {
+        str(key): value.tolist() if hasattr(value, "tolist") else value
+        for key, value in info.items()
+    }
+    numbers = {
+        key: float(value)
+        for key, value in plain.items()
+        if isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER
+    }
+    return dict(list(numbers.items())[:_MOST_METRICS])
 
 
 def _make(options: GymnasiumOptions) -> Any:
@@ -145,7 +191,7 @@ def _make(options: GymnasiumOptions) -> Any:
 
 
 def _expected(space: Any, options: GymnasiumOptions) -> str:
-    kind, names = type(space).__name__, options.actions
+    kind, names = _kind(space), options.actions
     if not names:
         form = "" if kind in ("Discrete", "Text") else "JSON: "
         return f"Answer with {form}{_described(space)}."
@@ -167,13 +213,21 @@ def _seed(text: str) -> int:
 
 
 _MOST_NUMBERS = 256
+_MOST_METRICS = 32
+_KINDS = ("Dict", "Tuple", "Box", "MultiDiscrete", "MultiBinary", "Discrete", "Text")
 _COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "crimson")
 
 
+def _kind(space: Any) -> str:
+    """The kind of a space, also of one of a class derived from gymnasium's."""
+    names = [each.__name__ for each in type(space).__mro__]
+    return next((name for name in names if name in _KINDS), names[0])
+
+
 def _check_space(space: Any, what: str) -> None:
     """Raises ConfigError unless the space's values can be read and written as text."""
-    kind = type(space).__name__
+    kind = _kind(space)
     if kind in ("Dict", "Tuple"):
         for each in _parts(space):
             _check_space(each, what)
@@ -196,7 +250,7 @@ def _check_space(space: Any, what: str) -> None:
 
 def _described(space: Any) -> str:
     """Describe a value of the space, in JSON where it is not one number or text."""
-    match type(space).__name__:
+    match _kind(space):
         case "Discrete":
             return f"a whole number from {space.start} to {space.start + space.n - 1}"
         case "Text":
@@ -229,7 +283,7 @@ def _as_text(value: Any) -> str:
 def _parse_action(space: Any, answer: str, names: Sequence[str]) -> Any:
     """The action that an answer names: the last number or name in it, a text, or JSON. names: of a
     Discrete space's actions, or none. Raises ValueError, which says what is wrong."""
-    kind = type(space).__name__
+    kind = _kind(space)
     if names:
         every = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
         found = re.findall(rf"(?<!\w)(?:{every})(?!\w)", answer, re.IGNORECASE)
@@ -243,7 +297,7 @@ def _parse_action(space: Any, answer: str, names: Sequence[str]) -> Any:
             raise ValueError("it has no number")
         value: Any = int(numbers[-1][:20])
     elif kind == "Text":
-        value = answer.strip()
+        value = unfenced(answer)
     else:
         value = _parsed(answer)
     action = _shaped(space, value)
@@ -290,7 +344,7 @@ def _plain(value: Any) -> Any:
 
 def _parsed(answer: str) -> Any:
     try:
-        return json.loads(answer)
+        return json.loads(unfenced(answer))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON ({error})") from None
 
@@ -299,7 +353,7 @@ def _shaped(space: Any, value: Any) -> Any:
     """JSON as the space has it. Raises ValueError."""
     import numpy as np
 
-    kind = type(space).__name__
+    kind = _kind(space)
     if kind == "Dict":
         if not isinstance(value, Mapping) or set(value) != set(space.spaces):
             raise ValueError(f"it must be an object with the keys {', '.join(space.spaces)}")

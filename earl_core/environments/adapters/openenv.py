@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Coroutine
 from dataclasses import field
 from typing import Any, ClassVar
 
+from earl_core.environments.adapters.fenced import unfenced
 from earl_core.environments.adapters.openenv_sessions import (
     Hosted,
     Invalid,
@@ -23,7 +23,6 @@ from earl_core.environments.adapters.openenv_sessions import (
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, at_least
 
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _MCP = ("Action", "CallToolAction", "ListToolsAction")
 """Titles of the schemas of environments whose actions are calls of tools."""
 
@@ -159,8 +158,7 @@ def _seed(prompt: int) -> int:
 
 def _action(text: str, schema: dict[str, Any]) -> dict[str, Any]:
     """The answer as an action. Raises `Invalid`."""
-    fenced = _FENCED.findall(text)
-    text = (fenced[-1] if fenced else text).strip()
+    text = unfenced(text)
     braced = text[text.find("{") : text.rfind("}") + 1]
     for candidate in (text, braced):
         try:
