@@ -145,6 +145,8 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
      "Share of the update's tokens in samples without advantage, which it did not compute"),
     ("rollout/groups_carried", f"{SPEED}/groups_carried", "groups",
      "Groups that an earlier iteration has begun and not finished (schedule.mode stream)"),
+    ("rollout/groups_replayed", f"{SPEED}/groups_replayed", "groups",
+     "Groups of earlier iterations that are trained again (schedule.replay)"),
     ("rollout/waves", f"{SPEED}/waves", "waves", "Waves of prompts that the rollout has played"),
     ("rollout/environment_share", f"{SPEED}/environment_share", "share",
      "Share of the rollout in which episodes wait for environments and tools"),
