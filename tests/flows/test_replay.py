@@ -131,7 +131,7 @@ def test_after_a_kill_between_seal_and_update_the_batch_is_the_same(runs: Runs) 
     runs.train(*asked, fault="collect.after@2=kill", expect=KILLED)
     runs.wait_for_workers_to_end()
     before = sealed_shards(runs.run(), 2)
-    runs.train(*asked, fault="update.step0@3=kill", expect=KILLED)
+    runs.train(*asked, fault="update.before@3=kill", expect=KILLED)
     runs.wait_for_workers_to_end()
     assert sealed_shards(runs.run(), 2) == before
     assert (2, "collect") in runs.executed("reused")
