@@ -29,6 +29,7 @@ from earl_core.deployment.stages import (
     taking_part,
 )
 from earl_core.dispatch import Manifest
+from earl_core.run.replay import new_rows
 from earl_core.selector.choice.prediction import NoFeasiblePlan
 from flows.overlap import PLACED, Overlap
 from tasks.publish import input_weights
@@ -92,7 +93,7 @@ class StageGraph:
             await self._runner.together(works)
             if STAGES["reward"] in stages:
                 sealed = self.manifests
-                self.controller.episodes.begin(rows_of(sealed), sealed["reward"])
+                self.controller.episodes.begin(new_rows(rows_of(sealed)), sealed["reward"])
 
     async def _until_done(self, work: Work) -> None:
         """Choose a plan and do `work` under it; again as often as a stage is infeasible and there

@@ -9,6 +9,7 @@ from earl_core.cluster.rpc import merge_results
 from earl_core.control.stage_execution import without_step
 from earl_core.deployment.stages import rows_of
 from earl_core.experience.advantage import ADVANTAGE_RULES
+from earl_core.run.replay import replayed_groups
 from tasks.stage import StageInputs, stage_task
 
 
@@ -38,7 +39,8 @@ def advantage(given: StageInputs) -> dict[str, Any]:
         metrics.get("episodes_failed", 0.0)
         for metrics in (played, given.manifests["reward"].metrics)
     )
-    prompts: float = controller.config.rollout.prompts_per_iteration
+    again = len(replayed_groups(rows_of(given.manifests)))
+    prompts: float = controller.config.rollout.prompts_per_iteration + again
     groups = statistics["groups"]
     if "waves" in played:
         # Groups that two episodes have rewards of were judged, whether they are trained on or not.

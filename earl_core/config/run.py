@@ -234,7 +234,7 @@ class RunConfig(Settings):
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         check_deal(rollout, self.tracking.keep_episodes)
-        self.schedule.check(self.iterations, corrected)
+        self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
             agents = [label or "environment" for label, each in self.played.items() if each.agent]
             others = self.imitation is not None, self.curriculum is not None

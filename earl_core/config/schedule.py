@@ -2,12 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from earl_core.system.settings import Settings
 from earl_core.system.shared_memory import VERSIONS
+
+
+class ReplayConfig(Settings):
+    """Groups that are trained again in later iterations."""
+
+    share: float = Field(
+        description="Part of an iteration's groups that were trained before, at most: besides its "
+        "`rollout.prompts_per_iteration` new groups a batch has floor(share / (1 - share) * "
+        "prompts_per_iteration) of the newest old ones, or as many as there are. Above 0, below 1."
+    )
+
+    max_age: int = Field(
+        ge=1,
+        description="Most policy versions between a group's oldest token and the update that "
+        "trains it again, at least schedule.staleness + 1. Sealed groups stay in shared memory for "
+        "so many iterations more.",
+    )
+
+    @field_validator("share")
+    @classmethod
+    def _part_of_a_batch(cls, value: float) -> float:
+        if not 0 < value < 1:
+            raise ValueError(
+                f"{value:g} is no part of a batch that has new groups, too: give a number above 0 "
+                "and below 1, such as 0.25, or leave schedule.replay out"
+            )
+        return value
+
+    def groups(self, prompts: int) -> int:
+        """Groups that are trained again beside so many new ones, at most."""
+        # What rounding takes from a whole number is no group.
+        return math.floor(self.share * prompts / (1 - self.share) + 1e-9)
+
+    def check(self, staleness: int, prompts: int) -> None:
+        """Raise `ValueError` where no group could be trained again, or none that took long.
+
+        prompts: of an iteration.
+        """
+        if self.max_age <= staleness:
+            raise ValueError(
+                f"schedule.replay.max_age is {self.max_age}, but with schedule.staleness "
+                f"{staleness} tokens of a group are up to {staleness + 1} versions old in the "
+                f"iteration after its own: set max_age to {staleness + 1} or more, or lower "
+                "staleness"
+            )
+        if not self.groups(prompts):
+            least = math.ceil(1000 / (prompts + 1)) / 1000
+            raise ValueError(
+                f"schedule.replay.share is {self.share:g}, which beside {prompts} new groups is "
+                f"less than one: set share to {least:g} or more, or raise "
+                "rollout.prompts_per_iteration"
+            )
 
 
 class ScheduleConfig(Settings):
@@ -30,6 +83,12 @@ class ScheduleConfig(Settings):
         "is more than staleness versions old; what was not finished goes on after the update.",
     )
 
+    replay: ReplayConfig | None = Field(
+        default=None,
+        description="Groups that were trained before and are trained again, in mode `stream`; "
+        "None: each group is trained once.",
+    )
+
     @property
     def streams(self) -> bool:
         """True where groups are sealed one by one, and collected in order."""
@@ -47,9 +106,22 @@ class ScheduleConfig(Settings):
         play, and the one that is being written."""
         return VERSIONS + self.pinned
 
-    def check(self, iterations: int, corrected: bool) -> None:
-        """Raise `ValueError` for a staleness that cannot work. corrected: the loss accounts for
-        the policy that sampled."""
+    @property
+    def trained_again(self) -> int:
+        """Iterations after a group's own in which it may be trained again."""
+        return 0 if self.replay is None else self.replay.max_age
+
+    def check(self, iterations: int, corrected: bool, prompts: int) -> None:
+        """Raise `ValueError` for a schedule that cannot work. corrected: the loss accounts for
+        the policy that sampled. prompts: of an iteration."""
+        if self.replay is not None:
+            if not self.streams:
+                raise ValueError(
+                    "schedule.replay trains groups again that were sealed one by one, and with "
+                    f"schedule.mode `{self.mode}` none are: set mode to `stream` and staleness to "
+                    "1 or more, or leave replay out"
+                )
+            self.replay.check(self.staleness, prompts)
         if not self.staleness:
             if self.streams:
                 raise ValueError(

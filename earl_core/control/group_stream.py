@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from earl_core.cluster.errors import WorkerLost
-from earl_core.control.batch_tally import BatchTally
+from earl_core.control.batch_tally import BatchTally, merged
 from earl_core.control.failure_diagnosis import loss_of
 from earl_core.control.group_admission import admitted
 from earl_core.control.group_draws import GroupDraws
@@ -30,6 +30,7 @@ from earl_core.run import RunDirectory
 from earl_core.run.group_batches import GroupBatches
 from earl_core.run.group_journal import SealedGroup
 from earl_core.run.policy_versions import carried
+from earl_core.run.replay import replay_metrics, replay_outputs
 from earl_core.secrets import redact_tree
 from earl_core.system import fault_points
 from earl_core.system.errors import Cancelled
@@ -338,17 +339,21 @@ class GroupStream:
             self._batches.play_anew(self._batches.failing(iteration))
             raise
         versions = {v: digest for group in groups for v, digest in group.versions.items()}
+        with self._changed:
+            again = self._batches.replayed(iteration)
         anew, self._batches.anew = self._batches.anew, 0
         resumed, self._interrupted.resumed = self._interrupted.resumed, 0
         outputs: dict[str, Any] = {
             **self._draws.outputs(iteration),
             "groups": [groups[0].group, groups[-1].group + 1],
             "versions": {str(version): versions[version] for version in sorted(versions)},
+            **replay_outputs(self._config, again),
         }
         if stats.failures:
             outputs["failures"] = redact_tree(stats.failures)
+        entries = self._batches.entries([*groups, *again])
         return {
-            "shards": [entry.model_dump(mode="json") for entry in self._batches.entries(iteration)],
+            "shards": [entry.model_dump(mode="json") for entry in entries],
             "outputs": outputs,
             "metrics": {
                 **self._tally.metrics(stats, self._engines.values()),
@@ -356,5 +361,6 @@ class GroupStream:
                 "groups_carried": float(carried_over),
                 "groups_anew": float(anew),
                 "groups_resumed": float(resumed),
+                **replay_metrics(self._config, again, iteration, merged(again).episodes),
             },
         }

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from earl_core.config import RunConfig
+from earl_core.config.schedule import ReplayConfig
 from earl_core.pretrained.adapter_checks import pairs_bytes
 from earl_core.pretrained.model_directory import published_bytes, read_model_shape
 from earl_core.selector.model.memory_model import gib
 from earl_core.system.finding import Finding
 from earl_core.system.shared_memory import Need, Room, enlarge, shards_limit
 
-_TOKEN_BYTES = 13
-"""Bytes of a token in the shards of rollout and advantage; see `trajectory.schema`."""
+_SAMPLED_BYTES = 9
+"""Bytes of a token in the shards of the rollout; see `trajectory.schema`."""
 _MORE_BYTES = 4
-"""Bytes of a token in a further column: reference or old log-probs, or versions."""
+"""Bytes of a token in a further column: advantages, reference or old log-probs, or versions."""
+_TOKEN_BYTES = _SAMPLED_BYTES + _MORE_BYTES
+"""Bytes of a token in the shards of rollout and advantage."""
 
 
 def samples_bytes(episodes: int, tokens: int, columns: int = 0) -> int:
@@ -37,11 +40,23 @@ def need_of(config: RunConfig) -> Need:
     samples = samples_bytes(episodes, tokens, columns)
     # Shards of stale rollouts wait for their updates.
     kept = samples * (config.checkpoint.every + config.schedule.staleness)
+    if config.schedule.replay is not None:
+        kept += _replayed_bytes(config, config.schedule.replay, tokens)
     if config.model.adapter is not None:
         version = pairs_bytes(config.initial_model, rollout.dtype)
     else:
         version = published_bytes(model, rollout.dtype)
     return Need(version, kept, config.schedule.versions)
+
+
+def _replayed_bytes(config: RunConfig, replay: ReplayConfig, tokens: int) -> int:
+    """Return the bytes that the run keeps because groups are trained again: what engines have
+    sampled, and the new columns of such groups until a checkpoint covers them."""
+    size, prompts = config.rollout.group_size, config.rollout.prompts_per_iteration
+    scores = sum((config.needs_reference, config.needs_old_logprobs))
+    sampled = prompts * size * tokens * (_SAMPLED_BYTES + _MORE_BYTES)
+    again = replay.groups(prompts) * size * tokens * _MORE_BYTES * (1 + scores)
+    return sampled * replay.max_age + again * config.checkpoint.every
 
 
 def judged_room(need: Need, room: Room, max_bytes: int | None) -> Iterator[Finding]:

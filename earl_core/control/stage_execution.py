@@ -31,7 +31,7 @@ from earl_core.experience.alike_groups import TRAINED_EPISODES
 from earl_core.run import stage_key
 from earl_core.run.group_batches import misfit
 from earl_core.selector.choice.changes import infeasible_text
-from earl_core.selector.choice.expected_load import computed_load, in_play
+from earl_core.selector.choice.expected_load import computed_load, in_play, trained_load
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.memory_model import gib
@@ -73,7 +73,10 @@ def training_load(rollout: Manifest) -> Load:
     trained on."""
     trained = rollout.outputs.get(TRAINED_EPISODES)
     load = load_of(rollout.metrics)
-    return load if trained is None else load._replace(episodes=max(1, len(trained)))
+    if trained is not None:
+        return load._replace(episodes=max(1, len(trained)))
+    again = rollout.metrics.get("episodes_replayed", 0.0)
+    return load._replace(episodes=load.episodes + round(again))
 
 
 def reserved_bytes(controller: RunController, stage: str) -> float:
@@ -251,9 +254,9 @@ class StageWatch:
         predictor = _predictor(self._controller, self._iteration)
         if predictor is not None and infeasible.kind != "context_overflow":
             candidate = predictor.candidate_of(self._deployment)
-            load = computed_load(
-                predictor.given.statistics, self._stage, load or predictor.now, min
-            )
+            given = predictor.given
+            load = load or trained_load(given, self._stage, predictor.now)
+            load = computed_load(given.statistics, self._stage, load, min)
             gpus = self._controller.hardware.gpus
             peak = 0.0 if gpus else self._controller.groups.peak_bytes(self._stage)
             if self._stage != "rollout":

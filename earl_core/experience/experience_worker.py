@@ -6,7 +6,9 @@ writes a shard of its own, and takes part in every call even when it has no rows
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ import pyarrow as pa
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.moments import RankStatistics
-from earl_core.dispatch import Batch
+from earl_core.dispatch import Batch, Manifest
 from earl_core.dispatch.reads.plan import Layout, plan_rows
 from earl_core.dispatch.reads.sources import join, sample_ids
 from earl_core.dispatch.shards.manifest import ShardEntry
@@ -24,6 +26,7 @@ from earl_core.experience.alike_groups import JudgedGroups, left_out_rows
 from earl_core.experience.group_returns import group_returns, group_rewards
 from earl_core.experience.reward import ScoreTally, reward_rows
 from earl_core.experience.scoring import Scorer, scored_episodes
+from earl_core.run.replay import new_rows, replayed_groups
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 from earl_core.trajectory.samples import Rows
@@ -41,37 +44,61 @@ class ExperienceWorker(RunWorker):
         )
 
     async def reward(
-        self, manifests: list[dict[str, Any]], shards_of: str = "reward", before: int = 0
+        self,
+        manifests: list[dict[str, Any]],
+        shards_of: str = "reward",
+        before: int = 0,
+        scored: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
         for a curriculum `returns`, a dumped `GroupReturns` of each environment; `groups`, dumped
         `JudgedGroups`, where groups that score alike leave the batch.
 
         shards_of: the name that the shards begin with. before: episodes that the iteration has
-        scored already, among which failures count. Raises as `Scorer.score` does.
+        scored already, among which failures count. scored: references to rewards of earlier
+        iterations, whose scores groups that are trained again keep. Raises as `Scorer.score` does.
         """
         started, settings = time.perf_counter(), self._config.reward
         given, tally = None, ScoreTally()
+        rollout = self._manifests(manifests)[0]
+        new = np.unique(sample_ids(new_rows(rollout)) >> SAMPLE_BITS)
         with self._open(manifests) as batch:
             if not len(batch):
                 return {**self._result([], {}, 0, started), "scores": {}, "groups": {}}
             if settings.functions:
-                rollout = sample_ids(self._manifests(manifests)[0])
-                everyone = before + len(np.unique(rollout >> SAMPLE_BITS))
-                scoring = self._scorer.score(scored_episodes(batch), everyone)
-                scores = await self._unless_cancelled(scoring)
-                given, tally = scores.given, scores.tally()
+                known = self._known_scores(rollout, scored)
+                asked = [e for e in scored_episodes(batch) if e["episode_id"] not in known]
+                scores = await self._unless_cancelled(self._scorer.score(asked, before + len(new)))
+                given, tally = known | scores.given, scores.tally(scores.given.keys() - {*new})
             own = self._config.own_weight if self._config.mixture else None
-            rows, metrics, episodes = reward_rows(batch, settings, given, own)
+            again = replayed_groups(rollout)
+            rows, metrics, episodes = reward_rows(batch, settings, given, own, again)
             learnt = group_returns(batch, rows) if self._config.curriculum else {}
             groups: dict[str, Any] = {}
             if self._config.rollout.filters_groups:
                 groups = JudgedGroups.of(group_rewards(batch, rows)).model_dump()
-        entries = [self._publish(shards_of, REWARD_SCHEMA, rows)] if episodes else []
+        written = len(list(rows.numbers["sample_id"]))
+        entries = [self._publish(shards_of, REWARD_SCHEMA, rows)] if written else []
         result = self._result(entries, metrics, episodes, started)
         returns = {label: each.model_dump(mode="json") for label, each in learnt.items()}
         dumped = tally.model_dump(mode="json")
         return {**result, "scores": dumped, "returns": returns, "groups": groups}
+
+    def _known_scores(
+        self, rollout: Manifest, scored: Sequence[dict[str, Any]]
+    ) -> dict[int, dict[str, float]]:
+        """The scores that the episodes of groups that are trained again have already. scored: as of
+        `reward`."""
+        known: dict[int, dict[str, float]] = {}
+        again = np.setdiff1d(sample_ids(rollout), sample_ids(new_rows(rollout)))
+        everyone = Layout(ranks_per_replica=self._context.world_size, hosts=self._hosts)
+        for rewards in self._manifests(list(scored)):
+            rows = np.intersect1d(again, sample_ids(rewards))
+            plan = plan_rows(join([rewards], ("scores",), rows), everyone)
+            with self._shards.open(plan, self._context.rank) as batch:
+                episodes = (batch.rows >> SAMPLE_BITS).tolist()
+                known |= dict(zip(episodes, map(json.loads, batch.strings("scores")), strict=True))
+        return known
 
     async def close(self) -> None:
         """End the processes of the reward functions."""

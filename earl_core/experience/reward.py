@@ -7,7 +7,7 @@ reads the rows that both the rollout and the reward have, does not see it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ def reward_rows(
     settings: RewardConfig,
     scored: Scored | None = None,
     own_weight: Callable[[str], float] | None = None,
+    again: Collection[int] = (),
 ) -> tuple[Rows, dict[str, float], int]:
     """Rows of `REWARD_SCHEMA`, metrics, and the number of episodes they are over.
 
@@ -54,9 +55,12 @@ def reward_rows(
     each of the episode's samples carries it, and the scores count at the turn that was last in
     time. The batch holds all samples of its episodes, at least one. scored: the episodes that have
     a reward; None: all, without scores. own_weight: the environment's weight by its label; None:
-    they all have that of the settings.
+    they all have that of the settings. again: groups that were trained before, which have rows, and
+    which the metrics are not over.
     """
-    episodes, inverse = np.unique(batch.scalars("episode_id"), return_inverse=True)
+    episodes, first, inverse = np.unique(
+        batch.scalars("episode_id"), return_index=True, return_inverse=True
+    )
     parts = [rewards.astype(np.float64) for rewards in batch.list_rows("turn_rewards")]
     lengths = np.array([len(part) for part in parts], dtype=np.int64)
     weight: float | np.ndarray = settings.environment_weight
@@ -75,7 +79,8 @@ def reward_rows(
     rows = np.flatnonzero(kept[inverse])
     chosen = inverse[rows].tolist()
     texts = [json.dumps(each) for each in given]
-    metrics = _metrics(totals[kept]) if kept.any() else {}
+    counted = kept & ~np.isin(batch.scalars("group_id")[first], list(again))
+    metrics = _metrics(totals[counted]) if counted.any() else {}
     return (
         Rows(
             {
@@ -87,7 +92,7 @@ def reward_rows(
             {"scores": [texts[episode] for episode in chosen]},
         ),
         metrics,
-        int(kept.sum()),
+        int(counted.sum()),
     )
 
 

@@ -49,9 +49,11 @@ class Scores:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
 
-    def tally(self) -> ScoreTally:
-        """Tally all scores, in an order that does not depend on which was ready first."""
-        numbers = [{**given, **self.metrics[at]} for at, given in sorted(self.given.items())]
+    def tally(self, without: Collection[int] = ()) -> ScoreTally:
+        """Tally the scores, in an order that does not depend on which was ready first. without:
+        episodes whose scores do not count."""
+        counted = (each for each in sorted(self.given.items()) if each[0] not in without)
+        numbers = [{**given, **self.metrics[at]} for at, given in counted]
         return ScoreTally.of(numbers, self.failures)
 
 

@@ -32,7 +32,6 @@ from pydantic import ValidationError
 from earl_core.config import ConfigError, RunConfig, dump_config
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
-from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.checkpoints import (
@@ -50,20 +49,19 @@ from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
     STALENESS,
     Journal,
-    RunDamaged,
     changed_settings,
     check_not_copied,
     checked_uid,
     given_in,
+    open_record,
     place_of,
     played_in,
-    read_record,
     settings_of,
     staleness_over_iterations,
     write_record,
 )
 from earl_core.run.remote_stores import HostStores
-from earl_core.run.retention import keeps_shards, kept_checkpoints
+from earl_core.run.retention import first_kept, keeps_shards, kept_checkpoints
 from earl_core.run.run_stores import claim, run_spill, run_store
 from earl_core.secrets import redact
 from earl_core.system.files import FileLock, make_directory, write_atomic
@@ -92,7 +90,7 @@ class RunDirectory:
             raise
 
     def _load(self) -> None:
-        self.record: dict[str, Any] = self._open_record()
+        self.record: dict[str, Any] = open_record(self.path)
         check_not_copied(self.path, checked_uid(self.record, self.path), self.record.get("place"))
         self._check_same_run()
         over = self.record, self.config.schedule.pinned, self.last_stable() + 1
@@ -117,20 +115,6 @@ class RunDirectory:
         self.observations = Journal(self.path / "selector.jsonl")
         self.logs = self.path / "logs" / f"attempt_{self.attempt}"
         self.logs.mkdir(parents=True, exist_ok=True)
-
-    def _open_record(self) -> dict[str, Any]:
-        try:
-            return read_record(self.path)
-        except FileNotFoundError:
-            pass
-        for name in ("config.yaml", "iterations", "checkpoints", "metrics.jsonl"):
-            if _holds_something(self.path / name):
-                raise RunDamaged(
-                    f"{self.path} holds a run but no run.json: put it back, or start a new run "
-                    "under another name"
-                )
-        write_record(self.path, {"uid": new_uid(), "attempts": 0})
-        return read_record(self.path)
 
     def _check_same_run(self) -> None:
         """Refuse settings that make it another run; say which of the others changed."""
@@ -238,7 +222,7 @@ class RunDirectory:
             if manifest.key != key:
                 return None
             for entry in manifest.shards:
-                self._check_shard(entry, checksum=manifest.digest not in self._verified)
+                self.check_shard(entry, checksum=manifest.digest not in self._verified)
         except (ManifestError, SpillError) as error:
             self.note(iteration, stage, f"not usable: {error}")
             return None
@@ -248,7 +232,9 @@ class RunDirectory:
         self._verified.add(manifest.digest)
         return manifest
 
-    def _check_shard(self, entry: ShardEntry, checksum: bool) -> None:
+    def check_shard(self, entry: ShardEntry, checksum: bool) -> None:
+        """Verify a shard, which comes back from the spill where shared memory has lost it. Raises
+        `ManifestError`, `SpillError`."""
         try:
             self.stores.verify(entry, checksum=checksum)
         except ManifestError:
@@ -324,8 +310,11 @@ class RunDirectory:
 
     def unreleased_shards(self) -> set[str]:
         """Files of all shards that sealed manifests name and nobody released."""
-        first = (self.last_stable() + 1) * self.config.rollout.prompts_per_iteration
-        files = self.groups.files(first) if self.config.schedule.streams else set()
+        first, schedule = self.last_stable() + 1, self.config.schedule
+        size = self.config.rollout.prompts_per_iteration
+        files: set[str] = set()
+        if schedule.streams:
+            files = self.groups.files(first_kept(first, schedule.trained_again) * size)
         for path in (self.path / "iterations").glob("*/*.json"):
             if not path.with_suffix(".released").exists():
                 # A damaged manifest names nothing: its stage is repeated.
@@ -338,7 +327,7 @@ class RunDirectory:
             manifest = read_manifest(path)
         except ManifestError:
             return
-        if keeps_shards(manifest, covered):
+        if keeps_shards(manifest, covered, self.config.schedule.trained_again):
             return
         held = [entry.file for entry in manifest.shards if not self.stores.release(entry)]
         if not held:
@@ -392,8 +381,3 @@ class RunDirectory:
         if self._store_lock is not None:
             self._store_lock.release()
         self._lock.release()
-
-
-def _holds_something(path: Path) -> bool:
-    # An empty folder may be a file system that was mounted there for the run's checkpoints.
-    return any(path.iterdir()) if path.is_dir() else path.exists()

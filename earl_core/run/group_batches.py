@@ -1,21 +1,26 @@
-"""The sealed groups of a run that are not trained yet, and the batches that they make."""
+"""The sealed groups of a run that are to be trained, once or again, and their batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 
 from earl_core.config.stage_keys import stage_key
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry
 from earl_core.dispatch.reads.sources import Sources, join
+from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.directory import RunDirectory
 from earl_core.run.group_journal import SealedGroup
+from earl_core.run.replay import age_of, changed_replay, replayed_versions
+from earl_core.run.retention import first_kept
 
 
 class GroupBatches:
     """Read from the journal when it is first asked for; a group leaves when a STABLE checkpoint
-    covers the iteration that took it. `anew`: how many were to be played anew; whoever tells it
-    sets it to 0. Not for several threads at a time."""
+    covers the last iteration that may train it: the one that took it, or a later one where
+    `schedule.replay` trains groups again. `anew`: how many were to be played anew; whoever tells
+    it sets it to 0. Not for several threads at a time."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._size = run, run.config.rollout.prompts_per_iteration
@@ -29,8 +34,7 @@ class GroupBatches:
 
     def settle(self, iteration: int) -> None:
         """Forget the groups that are trained for good, before the batch of an iteration."""
-        covered = (self._run.last_stable() + 1) * self._size
-        first = min(covered, iteration * self._size)
+        first = self._first(min(self._run.last_stable() + 1, iteration))
         self._sealed = {g: each for g, each in self._known.items() if g >= first}
         self._journal.since(first)
         # An update that was done again may have made others of a version, since they were read.
@@ -53,13 +57,27 @@ class GroupBatches:
         """The sealed groups of the iteration's batch, ascending."""
         return [self._known[each] for each in self._batch(iteration) if each in self._known]
 
-    def entries(self, iteration: int) -> tuple[ShardEntry, ...]:
-        """The shards of the batch, which have each row once and the same columns. Raises
+    def replayed(self, iteration: int) -> list[SealedGroup]:
+        """The groups of earlier batches that the iteration trains again, the newest first.
+
+        Their numbers alone say which is newer: a group that took long has older tokens than others
+        of its batch, and is not to be left behind for that.
+        """
+        replay = self._run.config.schedule.replay
+        if replay is None:
+            return []
+        before = sorted((g for g in self._known if g < iteration * self._size), reverse=True)
+        found = (
+            each
+            for each in map(self._known.__getitem__, before)
+            if each.shards and age_of(each, iteration) <= replay.max_age and self._is_whole(each)
+        )
+        return list(islice(found, replay.groups(self._size)))
+
+    def entries(self, groups: Sequence[SealedGroup]) -> tuple[ShardEntry, ...]:
+        """The shards of the groups, which have each row once and the same columns. Raises
         `ManifestError` where they do not."""
-        parts = [
-            join([self._alone(group, iteration)]) for group in self.of(iteration) if group.shards
-        ]
-        return Sources.concat(parts).entries
+        return Sources.concat([join([self._alone(each)]) for each in groups if each.shards]).entries
 
     def seal(self, groups: Sequence[SealedGroup]) -> None:
         """Write groups down, each once."""
@@ -81,13 +99,19 @@ class GroupBatches:
     @property
     def _known(self) -> dict[int, SealedGroup]:
         if self._sealed is None:
-            first = (self._run.last_stable() + 1) * self._size
-            lines = self._journal.since(first).values()
+            covered = self._run.last_stable() + 1
+            lines = self._journal.since(self._first(covered)).values()
             found = [each for each in lines if each.tally is not None]
             usable = {each.group: each for each in found if self._is_usable(each)}
             self._sealed = usable
-            self.play_anew([each for each in found if each.group not in usable])
+            # What is trained for good is not played again, whatever became of it.
+            later = [each for each in found if each.group >= covered * self._size]
+            self.play_anew([each for each in later if each.group not in usable])
         return self._sealed
+
+    def _first(self, iteration: int) -> int:
+        """The first group that the iteration and later ones may train."""
+        return first_kept(iteration, self._run.config.schedule.trained_again) * self._size
 
     def _is_usable(self, group: SealedGroup) -> bool:
         """Tell whether it was played by these settings, its shards are there, and the run has
@@ -95,16 +119,19 @@ class GroupBatches:
         batch = group.group // self._size
         if group.key != self.key(batch) or is_old(self._run, batch, group.versions):
             return False
-        with suppress(ManifestError):
+        return self._is_whole(group, checksum=True) and fits(self._run, group.versions)
+
+    def _is_whole(self, group: SealedGroup, checksum: bool = False) -> bool:
+        with suppress(ManifestError, SpillError):
             for entry in group.shards:
-                self._run.stores.verify(entry, checksum=True)
-            return fits(self._run, group.versions)
+                self._run.check_shard(entry, checksum)
+            return True
         return False
 
-    def _alone(self, group: SealedGroup, iteration: int) -> Manifest:
+    def _alone(self, group: SealedGroup) -> Manifest:
         return Manifest(
             run=self._run.uid,
-            iteration=iteration,
+            iteration=group.group // self._size,
             stage="group",
             key="",
             policy_version=min(group.versions),
@@ -137,4 +164,7 @@ def misfit(run: RunDirectory, collected: Manifest) -> str:
     versions = {int(version): each for version, each in collected.outputs["versions"].items()}
     if is_old(run, collected.iteration, versions):
         return "some of its tokens are older than schedule.staleness allows now"
-    return "" if fits(run, versions) else "the weights that sampled it are not the run's any more"
+    if changed_replay(run.config, collected):
+        return "schedule.replay has changed"
+    sampled = versions | replayed_versions(collected)
+    return "" if fits(run, sampled) else "the weights that sampled it are not the run's any more"

@@ -25,7 +25,7 @@ import xxhash
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.stage_keys import look_up
-from earl_core.dispatch.segments.pool_directory import is_uid
+from earl_core.dispatch.segments.pool_directory import is_uid, new_uid
 from earl_core.system.errors import EarlError
 from earl_core.system.files import (
     canonical_json,
@@ -140,6 +140,28 @@ def read_record(run_directory: Path) -> dict[str, Any]:
             "another name"
         )
     return record
+
+
+def open_record(run_directory: Path) -> dict[str, Any]:
+    """The run's record; that of a new run where there is none. Raises `RunDamaged` where it was
+    lost."""
+    try:
+        return read_record(run_directory)
+    except FileNotFoundError:
+        pass
+    for name in ("config.yaml", "iterations", "checkpoints", "metrics.jsonl"):
+        if _holds_something(run_directory / name):
+            raise RunDamaged(
+                f"{run_directory} holds a run but no run.json: put it back, or start a new run "
+                "under another name"
+            )
+    write_record(run_directory, {"uid": new_uid(), "attempts": 0})
+    return read_record(run_directory)
+
+
+def _holds_something(path: Path) -> bool:
+    # An empty folder may be a file system that was mounted there for the run's checkpoints.
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def config_of_run(run_directory: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -12,14 +12,25 @@ from itertools import takewhile
 from earl_core.dispatch.shards.manifest import Manifest
 from earl_core.run.policy_versions import carried
 
+_TRAINED_AGAIN = ("collect", "reward")
+"""Stages whose rows later iterations read again, where they train groups again."""
 
-def keeps_shards(manifest: Manifest, covered: int) -> bool:
+
+def keeps_shards(manifest: Manifest, covered: int, trained_again: int = 0) -> bool:
     """Tell whether the run still needs the shards of a sealed manifest.
 
     covered: the last iteration that a STABLE checkpoint covers, -1 for none. Whatever came after it
-    may be repeated from them.
+    may be repeated from them. trained_again: iterations after its own in which a group may be
+    trained again.
     """
-    return manifest.iteration > covered
+    longer = trained_again if manifest.stage in _TRAINED_AGAIN else 0
+    return manifest.iteration + longer > covered
+
+
+def first_kept(iteration: int, trained_again: int) -> int:
+    """The first iteration whose groups an iteration may train again; its own where none are.
+    trained_again: as of `keeps_shards`."""
+    return max(0, iteration - trained_again)
 
 
 def keeps_weights(published: Manifest, oldest: int, newest: int) -> bool:

@@ -183,6 +183,8 @@ class Reference:
                 moved = max(moved, float((now.exp() - old.exp()).abs().max()))
                 gain = torch.from_numpy(credit[key])
                 loss = policy_loss(self.algorithm["policy_loss"], now, old, sampled, gain)
+                if correction := self.algorithm.get("importance_correction"):
+                    loss = loss * (old - sampled).exp().clip(max=correction["cap"])
                 if placement == "loss":
                     estimate = kl(self.algorithm["kl"]["estimator"], now - anchored[key])
                     loss = loss + self.algorithm["kl"]["coefficient"] * estimate

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from earl_core.config.schedule import ReplayConfig
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.run.group_batches import GroupBatches, misfit
 from earl_core.run.group_journal import NAME, SealedGroup
+from earl_core.run.replay import new_rows, replay_outputs, replayed_groups
 from earl_core.trajectory.samples import rollout_rows
 from earl_core.trajectory.schema import GROUP_SCHEMA
 from tests.kept import game
@@ -19,10 +21,11 @@ from tests.run.test_run_directory import config_in
 SIZE = 4
 
 
-def opened(directory: Path, **sampling: object) -> RunDirectory:
+def opened(directory: Path, replay: ReplayConfig | None = None, **sampling: object) -> RunDirectory:
     config = config_in(directory)
     rollout = config.rollout.model_copy(update={"prompts_per_iteration": SIZE, **sampling})
-    schedule = config.schedule.model_copy(update={"mode": "stream", "staleness": 1})
+    mode = {"mode": "stream", "staleness": 1, "replay": replay}
+    schedule = config.schedule.model_copy(update=mode)
     return RunDirectory.open(config.model_copy(update={"rollout": rollout, "schedule": schedule}))
 
 
@@ -74,7 +77,7 @@ def test_a_batch_is_complete_whoever_ends_first_and_names_each_row_once(tmp_path
     batches.seal([sealed(run, 1, {0: "a"})])
     assert batches.is_complete(0)
     assert not batches.is_complete(1)
-    rows = [row for entry in batches.entries(0) for row in entry.row_ids]
+    rows = [row for entry in batches.entries(batches.of(0)) for row in entry.row_ids]
     assert rows == [group << 16 for group in (0, 1, 2, 3)]
     with pytest.raises(RuntimeError, match="group 1 is sealed already"):
         batches.seal([sealed(run, 1, {0: "a"})])
@@ -143,4 +146,93 @@ def test_a_batch_is_collected_again_where_its_versions_are_too_old_or_others(
     publish(run, 1, "other")
     batches.settle(1)
     assert numbers(batches.of(1)) == [5]
+    run.close()
+
+
+REPLAY = ReplayConfig(share=0.6, max_age=2)
+"""Six groups beside four."""
+
+
+def collected(run: RunDirectory, batches: GroupBatches, iteration: int) -> Manifest:
+    """Seal the batch of an iteration, as `collect` does."""
+    own, again = batches.of(iteration), batches.replayed(iteration)
+    versions = {str(v): digest for each in own for v, digest in each.versions.items()}
+    return run.seal(
+        Manifest(
+            run=run.uid,
+            iteration=iteration,
+            stage="collect",
+            key="k",
+            policy_version=iteration,
+            shards=batches.entries([*own, *again]),
+            outputs={"versions": versions, **replay_outputs(run.config, again)},
+        )
+    )
+
+
+def end(run: RunDirectory, iteration: int) -> None:
+    run.checkpoint_path(iteration).mkdir()
+    run.mark_stable(iteration)
+
+
+def test_groups_are_trained_again_the_newest_first_until_they_are_too_old(tmp_path: Path) -> None:
+    run = opened(tmp_path, REPLAY)
+    publish(run, 0, "a")
+    batches = GroupBatches(run)
+    batches.seal([sealed(run, group, {0: "a"}) for group in range(4)])
+    batches.seal([SealedGroup(group=5, key=batches.key(1), tally={"failed": 2})])
+    batches.seal([sealed(run, 4, {0: "a"}), sealed(run, 9, {1: "b"})])
+    assert batches.replayed(0) == []
+    collected(run, batches, 0)
+    publish(run, 1, "b")
+    assert numbers(batches.replayed(1)) == [3, 2, 1, 0]
+    batches.seal([sealed(run, 6, {0: "a", 1: "b"}), sealed(run, 7, {1: "b"})])
+    sealed_1 = collected(run, batches, 1)
+    assert replayed_groups(sealed_1) == (0, 1, 2, 3)
+    end(run, 1)
+    publish(run, 2, "c")
+    batches.seal([sealed(run, group, {2: "c"}) for group in (8, 10, 11)])
+    batches.settle(2)
+    # Group 9 is of this batch; group 5 has no row. Six at most, and none too old.
+    assert numbers(batches.replayed(2)) == [7, 6, 4, 3, 2, 1]
+    assert numbers(batches.replayed(3)) == [11, 10, 9, 8, 7]
+    run.store.release(batches.replayed(2)[0].shards[0])
+    run.store.pool.trim()
+    assert numbers(batches.replayed(2)) == [6, 4, 3, 2, 1, 0]
+    manifest = collected(run, batches, 2)
+    rows = [entry.row_ids[0] >> 16 for entry in manifest.shards]
+    assert rows == [8, 9, 10, 11, 6, 4, 3, 2, 1, 0]
+    assert [entry.row_ids[0] >> 16 for entry in new_rows(manifest).shards] == [8, 9, 10, 11]
+    run.close()
+
+    again = opened(tmp_path, REPLAY)
+    batches = GroupBatches(again)
+    # What is trained for good and lost is not played anew.
+    assert batches.anew == 0
+    assert numbers(batches.replayed(2)) == [6, 4, 3, 2, 1, 0]
+    assert misfit(again, manifest) == ""
+    assert len(list(again.store.directory.glob("*.arrow"))) == 4 + 2 + 4
+    again.close()
+    for other in (None, ReplayConfig(share=0.6, max_age=3)):
+        changed = opened(tmp_path, other)
+        assert misfit(changed, manifest) == "schedule.replay has changed"
+        changed.close()
+
+
+def test_shards_of_groups_go_when_no_later_iteration_may_train_them(tmp_path: Path) -> None:
+    run = opened(tmp_path, REPLAY)
+    batches = GroupBatches(run)
+    for k in range(5):
+        publish(run, k, str(k))
+        batches.settle(k)
+        batches.seal([sealed(run, group, {k: str(k)}) for group in range(k * SIZE, (k + 1) * SIZE)])
+        named = {entry.file for entry in collected(run, batches, k).shards}
+        there = {path.name for path in run.store.directory.glob("*.arrow")}
+        assert named <= there
+        end(run, k)
+        there = {path.name for path in run.store.directory.glob("*.arrow")}
+        # Those of the next two iterations' oldest, and of no one else.
+        first = max(0, k + 1 - REPLAY.max_age) * SIZE
+        own = {e.file for g in range(first, (k + 1) * SIZE) for e in batches._known[g].shards}
+        assert there == own
     run.close()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from earl_core.dispatch import Manifest
 from earl_core.run.policy_versions import carried
 from earl_core.run.retention import (
+    first_kept,
     keeps_shards,
     keeps_weights,
     kept_checkpoints,
@@ -32,6 +33,19 @@ def test_shards_stay_until_a_checkpoint_covers_them(iteration: int, covered: int
     assert kept == (iteration not in range(covered + 1))
     # What was released once is needed never again.
     assert kept or not keeps_shards(manifest(iteration), covered + 1)
+
+
+@given(iteration=NUMBERS, covered=st.integers(-1, 30), again=st.integers(0, 9))
+def test_shards_that_are_trained_again_stay_so_much_longer(
+    iteration: int, covered: int, again: int
+) -> None:
+    """What a group's last iteration reads is there until a checkpoint covers it."""
+    for stage in ("collect", "reward"):
+        kept = keeps_shards(manifest(iteration, stage), covered, again)
+        assert kept == any(k > covered for k in range(iteration, iteration + again + 1))
+        if kept:
+            assert iteration >= first_kept(covered + 1, again)
+    assert keeps_shards(manifest(iteration, "advantage"), covered, again) == (iteration > covered)
 
 
 @given(iteration=NUMBERS, staleness=st.integers(0, 7), lost=st.integers(0, 3))

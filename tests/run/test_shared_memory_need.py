@@ -17,7 +17,7 @@ from earl_core.system.shared_memory import Need, Room
 from earl_core.weights.publish import publish
 from flows.cli.checks import shared_memory
 from flows.cli.checks.shared_memory import check_shared_memory, require_room
-from tests.config.test_config import with_
+from tests.config.test_config import MINIMAL, with_
 from tests.engines.models import POSITIONS, make
 
 GIB = 2**30
@@ -72,6 +72,24 @@ def test_stale_rollouts_need_the_older_versions_too(tmp_path: Path) -> None:
     assert said.startswith("blocks: 4 versions of the model's weights must fit, 4 x 15.0 GiB: 50 ")
     (said,) = judged(need._replace(version=15 * GIB, samples=9 * GIB), 70, 70)
     assert said.startswith("warning: shards may have 7.5 GiB beside the weights (4 x 15.0 GiB)")
+
+
+def test_groups_that_are_trained_again_need_their_shards_so_long(tmp_path: Path) -> None:
+    make("llama_tied", tmp_path / "model")
+
+    def need(replay: dict[str, Any] | None) -> int:
+        stream = {
+            "schedule": {"staleness": 1, "mode": "stream", "replay": replay},
+            "algorithm": {"importance_correction": {}},
+            "rollout": {**MINIMAL["rollout"], "prompts_per_iteration": 6, "engine": "torch"},
+            "checkpoint": {"every": 3},
+        }
+        return need_of(config(tmp_path / "model", tmp_path, **stream)).samples
+
+    token = POSITIONS * 2
+    # Tokens, masks, log-probs and versions of six groups for four iterations; of two groups that
+    # are trained again in each of three, advantages and the learner's log-probs.
+    assert need({"share": 0.25, "max_age": 4}) - need(None) == token * (6 * 13 * 4 + 2 * 8 * 3)
 
 
 def config(model: Path, tmp_path: Path, **changes: Any) -> RunConfig:

@@ -14,6 +14,7 @@ from earl_core.config.stages import StagesConfig
 from earl_core.deployment.plan import Forbidden
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.selector.choice.expected_load import trained_load
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import Predictor
@@ -32,6 +33,22 @@ from earl_core.selector.profile.profile_table import (
 from tests.selector.examples import GIB, bare, chosen, given, host
 
 quick = settings(max_examples=40, deadline=None)
+
+
+def test_groups_that_are_trained_again_are_on_the_training_alone() -> None:
+    """As many as the iteration's own: the load of the update and of the reference doubles."""
+    item = host(64.0)
+    own = item.rollout.prompts_per_iteration
+    twice = item.model_copy(update={"groups_replayed": own})
+    one, other = Predictor(item), Predictor(twice)
+    rollout, update = item.configured()
+    wide = update._replace(max_tokens_per_microbatch=2**20)
+    assert other.predict(rollout, other.now).seconds == one.predict(rollout, one.now).seconds
+    once, again = (each.predict(wide, each.now) for each in (one, other))
+    assert 1.6 * once.seconds < again.seconds < 2.1 * once.seconds
+    assert again.peak > once.peak
+    for stage, factor in (("rollout", 1), ("reference", 2), ("update", 2)):
+        assert trained_load(twice, stage, one.now).episodes == factor * one.now.episodes
 
 
 def test_the_update_is_predicted_for_what_the_last_iterations_computed() -> None:

@@ -49,6 +49,15 @@ def in_play(given: SelectionInput) -> int:
     return (given.staleness + 1) * episodes if given.streams else 0
 
 
+def trained_load(given: SelectionInput, stage: str, load: Load) -> Load:
+    """Return the load on a stage of a rollout's load: groups that are trained again are on those
+    that train and score, too."""
+    if stage == "rollout" or not given.groups_replayed:
+        return load
+    again = given.groups_replayed / given.rollout.prompts_per_iteration
+    return load._replace(episodes=round(load.episodes * (1 + again)))
+
+
 def computed_load(
     seen: Statistics, stage: str, load: Load, of: Callable[[Sequence[float]], float]
 ) -> Load:

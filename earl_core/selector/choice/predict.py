@@ -12,7 +12,7 @@ from earl_core.deployment.placement import Division
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import SELECTABLE, STAGES
-from earl_core.selector.choice.expected_load import computed_load, loads
+from earl_core.selector.choice.expected_load import computed_load, loads, trained_load
 from earl_core.selector.choice.prediction import Prediction
 from earl_core.selector.choice.selection import SelectionInput, model_length
 from earl_core.selector.model.candidates import candidate_of, memory_model
@@ -60,7 +60,10 @@ class Predictor:
         self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
         seen = given.statistics
-        self._ahead = {each: computed_load(seen, each, self.ahead, min) for each in SELECTABLE}
+        self._ahead = {
+            each: computed_load(seen, each, trained_load(given, each, self.ahead), min)
+            for each in SELECTABLE
+        }
         # Before anything was played the load is a guess from what engines are first built for.
         expected = self.ahead.longest if given.statistics.context_max else 0.0
         self.max_model_len, self.length_reason = model_length(given, expected)
@@ -232,6 +235,7 @@ class Predictor:
         """Seconds and memory under a load; whether it fits is judged at the forecast one."""
         if candidate.stage == "rollout":
             return self._predict_rollout(candidate, load)
+        load = trained_load(self.given, candidate.stage, load)
         load = computed_load(self.given.statistics, candidate.stage, load, fmean)
         peak, budget = self.stage_peak(candidate), self._budgets[candidate.stage]
         factor, measured = self.correction(candidate)(load.context, float(load.episodes))

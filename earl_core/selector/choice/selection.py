@@ -82,8 +82,8 @@ class SelectionInput(Settings):
     nothing is given back between stages, else of a GPU, where sleepers keep their libraries; others
     were not measured. context_overflow: the most tokens that an engine of this run was built too
     small for. weight_versions: sets of published weights that are there at a time. staleness,
-    streams: of the run's schedule. keeps_division: devices do not change sides, because rollouts
-    of later iterations play already.
+    streams, groups_replayed: of the run's schedule. keeps_division: devices do not change sides,
+    because rollouts of later iterations play already.
 
     A worked example, a 7B model on 8 GPUs after episodes of at most 8,000 tokens, then 100,000:
 
@@ -130,6 +130,7 @@ class SelectionInput(Settings):
     weight_versions: int = VERSIONS
     staleness: int = Field(default=0, ge=0)
     streams: bool = False
+    groups_replayed: int = Field(default=0, ge=0)
     keeps_division: bool = False
     iterations_left: int | None = Field(default=None, ge=1)
 
@@ -145,6 +146,9 @@ class SelectionInput(Settings):
         own |= {"hardware": hardware, "model": trained}
         schedule = config.schedule
         own |= {"weight_versions": schedule.versions, "streams": schedule.streams}
+        if schedule.replay is not None:
+            prompts = config.rollout.prompts_per_iteration
+            own["groups_replayed"] = schedule.replay.groups(prompts)
         return cls(**{**own, "staleness": schedule.staleness, **seen})
 
     @property
