@@ -34,7 +34,7 @@ class LearntProfile:
         self, run: RunDirectory, directory: Path, mark: str, table: ProfileTable, half_life: float
     ) -> None:
         self._run, self._directory, self._mark = run, directory, mark
-        self._half_life = half_life
+        self._half_life, self._divided = half_life, run.config.schedule.staleness > 0
         self._table, self._counted = table, self._shared
         self._warned = self._bounded = False
         self._taken: tuple[list[Observation], ProfileTable] = [], table
@@ -59,7 +59,7 @@ class LearntProfile:
             held = {id(seen) for seen in known}
             return self._with([seen for seen in fresh if id(seen) in held], hardware)
         if fresh:
-            self._table = refined(self._table, fresh, self._half_life, hardware)
+            self._table = refined(self._table, fresh, self._half_life, hardware, self._divided)
             self._counted = len(observations)
         return self._table
 
@@ -70,7 +70,7 @@ class LearntProfile:
         if not taken or fresh[: len(taken)] != taken:
             taken, table = [], self._table
         if more := fresh[len(taken) :]:
-            table = refined(table, more, self._half_life, hardware)
+            table = refined(table, more, self._half_life, hardware, self._divided)
         self._taken = fresh, table
         return table
 
@@ -87,7 +87,7 @@ class LearntProfile:
         try:
             with only_writer(self._directory, self._mark):
                 table = read_table(self._directory, self._mark)
-                table = refined(table, fresh, self._half_life, hardware)
+                table = refined(table, fresh, self._half_life, hardware, self._divided)
                 write_table(self._directory, self._mark, table)
         except InUse:
             # `earl profile` writes it for long: the next iteration will do.
