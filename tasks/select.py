@@ -227,8 +227,9 @@ def _profile(controller: RunController, iteration: int) -> ProfileTable:
             # Nothing is chosen by it, so nothing may fail by it.
             logger.warning("predictions go without the profile", exc_info=True)
             table = ProfileTable()
-        half_life = config.selector.half_life
-        controller.profile = LearntProfile(controller.run, directory, mark, table, half_life)
+        half_life, divided = config.selector.half_life, config.schedule.staleness > 0
+        given = controller.run, directory, mark, table, half_life, divided
+        controller.profile = LearntProfile(*given)
     seen = controller.observed
     known = seen.known_to(iteration) if controller.config.schedule.staleness else None
     return controller.profile.table(seen.through(), controller.hardware, known)

@@ -27,14 +27,20 @@ class LearntProfile:
     """The shared table of a fingerprint with what this run has measured since it was read.
 
     The run's record counts how many of its observations are in the shared table already, so that
-    none is counted twice after a resume.
+    none is counted twice after a resume. divided: training may have a part of the devices.
     """
 
     def __init__(
-        self, run: RunDirectory, directory: Path, mark: str, table: ProfileTable, half_life: float
+        self,
+        run: RunDirectory,
+        directory: Path,
+        mark: str,
+        table: ProfileTable,
+        half_life: float,
+        divided: bool = False,
     ) -> None:
         self._run, self._directory, self._mark = run, directory, mark
-        self._half_life, self._divided = half_life, run.config.schedule.staleness > 0
+        self._half_life, self._divided = half_life, divided
         self._table, self._counted = table, self._shared
         self._warned = self._bounded = False
         self._taken: tuple[list[Observation], ProfileTable] = [], table
