@@ -202,7 +202,10 @@ def train(arm: Arm, options: argparse.Namespace, scratch: Path, pair: int = 0) -
             f"rollout.max_running_requests={8 * options.groups}",
             "rollout.max_turns=100",
         ),
-        "never-slower": (f"selector.profile_directory={scratch / 'profiles' / name}",),
+        "never-slower": (
+            f"selector.profile_directory={scratch / 'profiles' / name}",
+            *(("rollout.prompts_per_iteration=8",) if options.quick else ()),
+        ),
     }
     settings = [
         f"name={name}",
