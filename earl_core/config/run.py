@@ -123,7 +123,7 @@ class RunConfig(Settings):
     )
     selector: SelectorConfig = Field(
         default=SelectorConfig(),
-        description="The Parallelism Selector; by default `stages` alone decides.",
+        description="The Parallelism Selector; by default it moves what nobody has laid out.",
     )
     evaluation: EvaluationConfig = Field(
         default=EvaluationConfig(),

@@ -30,13 +30,18 @@ VARIABLE_FIELDS = (
 class SelectorConfig(Settings):
     """Policy and thresholds of the Parallelism Selector.
 
-    `fixed` changes nothing; `average_context` is the rule of the EARL paper (rollout only, by the
-    mean context); `live_tokens` takes the least predicted iteration time over all stages.
+    `auto` is one of the others, decided when a run begins (`earl_core.control.selector_policy`):
+    until then nothing is moved. `fixed` changes nothing; `average_context` is the rule of the EARL
+    paper (rollout only, by the mean context); `live_tokens` takes the least predicted iteration
+    time over all stages.
     """
 
-    policy: Literal["fixed", "average_context", "live_tokens"] = Field(
-        default="fixed",
-        description="fixed: `stages` decides, and rules fill in what it leaves open. "
+    policy: Literal["auto", "fixed", "average_context", "live_tokens"] = Field(
+        default="auto",
+        description="auto: live_tokens where there are several devices to lay stages out on (of "
+        "cores: once they were measured), the run file names no layout and asks for no equal bits, "
+        "else fixed; the run keeps what it began with. "
+        "fixed: `stages` decides, and rules fill in what it leaves open. "
         "average_context: the rollout follows the mean context length. live_tokens: the "
         "deployments with the least predicted time of an iteration, over all stages.",
     )
@@ -121,12 +126,12 @@ class SelectorConfig(Settings):
 
     @model_validator(mode="after")
     def _policy_uses_them(self) -> SelectorConfig:
-        if self.policy == "fixed":
+        if self.policy in ("auto", "fixed"):
             unused = [n for n in ("fixed_fields", "tensor_parallel") if getattr(self, n)]
             if unused:
                 raise ValueError(
                     f"selector.{unused[0]} means nothing under selector.policy `fixed`, which "
-                    "moves nothing: remove it, or choose `live_tokens`"
+                    "moves nothing and which `auto` may become: remove it, or choose `live_tokens`"
                 )
         if self.profiled_requests is not None and self.policy != "average_context":
             raise ValueError(
@@ -138,7 +143,7 @@ class SelectorConfig(Settings):
     @property
     def moves(self) -> tuple[str, ...]:
         """The stages that the policy lays out."""
-        moved = {"fixed": (), "average_context": ("rollout",)}
+        moved = {"auto": (), "fixed": (), "average_context": ("rollout",)}
         return moved.get(self.policy, self.stages)
 
     def divides(self, given: Any, staleness: int) -> bool:
@@ -161,7 +166,7 @@ class SelectorConfig(Settings):
 
         given: the run's configuration.
         """
-        if self.policy == "fixed":
+        if self.policy in ("auto", "fixed"):
             return
         if stages.changes:
             raise ValueError(

@@ -117,6 +117,8 @@ def _stage_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         rows.append((f"from iteration {change.iteration} on", text, "stages.changes"))
     division = "as the selector chooses" if config.divides else stages.division.placement
     rows.append(("devices of the two", division, "stages.placement"))
+    if config.selector.policy == "auto":
+        rows.append(("who lays the stages out", "auto: decided at the start", "selector.policy"))
     if moved:
         runs = [each for each in moved if STAGES[each].takes_part(config)]
         where = f"stage deployment of {', '.join(runs)}"

@@ -57,6 +57,19 @@ def forget(controller: RunController) -> None:
         learner.parked = None
 
 
+def may_divide_anew(controller: RunController) -> bool:
+    """Have the next choice be free to divide the devices anew, where the last one was bound to the
+    running division and found nothing; false: it was not.
+
+    No rollout of an iteration to come may play any more; groups of a stream rest.
+    """
+    if controller.followed is None or not controller.config.divides:
+        return False
+    controller.stream.rest()
+    controller.followed = None
+    return True
+
+
 def engines_of(controller: RunController, plan: DeploymentPlan) -> StageDeployment:
     """Return the engines that play for the plan: of a version that is evaluated late those that
     there are, where devices have changed sides since."""

@@ -115,6 +115,10 @@ class GroupStream:
             wanted = (each.wanted for each in self._engines.values() if each.wanted is not None)
             return min(newest, carried(self._newest), *wanted)
 
+    def rest(self) -> None:
+        """Have the engines park what is playing, until the next batch is asked for."""
+        self._end_threads()
+
     def close(self) -> None:
         """Have the threads end, before the groups do, which park what is playing for whoever goes
         on. Calls that take longer are cut off with their groups."""

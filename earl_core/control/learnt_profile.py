@@ -27,14 +27,20 @@ class LearntProfile:
     """The shared table of a fingerprint with what this run has measured since it was read.
 
     The run's record counts how many of its observations are in the shared table already, so that
-    none is counted twice after a resume.
+    none is counted twice after a resume. divided: training may have a part of the devices.
     """
 
     def __init__(
-        self, run: RunDirectory, directory: Path, mark: str, table: ProfileTable, half_life: float
+        self,
+        run: RunDirectory,
+        directory: Path,
+        mark: str,
+        table: ProfileTable,
+        half_life: float,
+        divided: bool = False,
     ) -> None:
         self._run, self._directory, self._mark = run, directory, mark
-        self._half_life = half_life
+        self._half_life, self._divided = half_life, divided
         self._table, self._counted = table, self._shared
         self._warned = self._bounded = False
         self._taken: tuple[list[Observation], ProfileTable] = [], table
@@ -59,7 +65,7 @@ class LearntProfile:
             held = {id(seen) for seen in known}
             return self._with([seen for seen in fresh if id(seen) in held], hardware)
         if fresh:
-            self._table = refined(self._table, fresh, self._half_life, hardware)
+            self._table = refined(self._table, fresh, self._half_life, hardware, self._divided)
             self._counted = len(observations)
         return self._table
 
@@ -70,7 +76,7 @@ class LearntProfile:
         if not taken or fresh[: len(taken)] != taken:
             taken, table = [], self._table
         if more := fresh[len(taken) :]:
-            table = refined(table, more, self._half_life, hardware)
+            table = refined(table, more, self._half_life, hardware, self._divided)
         self._taken = fresh, table
         return table
 
@@ -87,7 +93,7 @@ class LearntProfile:
         try:
             with only_writer(self._directory, self._mark):
                 table = read_table(self._directory, self._mark)
-                table = refined(table, fresh, self._half_life, hardware)
+                table = refined(table, fresh, self._half_life, hardware, self._divided)
                 write_table(self._directory, self._mark, table)
         except InUse:
             # `earl profile` writes it for long: the next iteration will do.

@@ -21,8 +21,9 @@ from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import hardware_of
 from earl_core.control.host_checks import check_agreement
 from earl_core.control.precision import Resolved, resolved
+from earl_core.control.selector_policy import Settled, settled
 from earl_core.control.shared_memory_need import judged_room, need_of
-from earl_core.control.teachers import Teachers, check_teachers
+from earl_core.control.teachers import Teachers, check_teachers, reference_shapes
 from earl_core.control.worker_groups import WorkerGroups, preload_ranks
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -43,6 +44,7 @@ class Preflight(NamedTuple):
     hardware: Hardware
     model: ModelShape | None
     precision: Resolved
+    policy: Settled
 
 
 def preflight(
@@ -52,7 +54,7 @@ def preflight(
     teachers: Teachers | None = None,
 ) -> Preflight:
     """Look at the hosts, and check that they agree, references, devices, stage deployments and the
-    tokenizer's size (where the model is there), and environments; settle the precision.
+    tokenizer's size (where the model is there), and environments; settle precision and policy.
 
     ancestor, teachers: models that the run has yet to keep. Writes nothing of the run. Raises
     `ConfigError`, or `WorkerCallFailed` with what the environment's code raised, whose log is then
@@ -72,6 +74,14 @@ def preflight(
     else:
         check_devices(config, hardware)
     surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
+    precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
+    references = () if model is None else reference_shapes(begins, teachers)
+    policy = settled(precision.config, hardware, model, references, hosts)
+    return Preflight(hosts, hardware, model, precision, policy)
+
+
+def warn_of_turns(config: RunConfig) -> None:
+    """Warn where older episodes gain nothing. The policy is settled."""
     stale = config.schedule.pinned
     if stale and not config.divides and not config.stages.placed.side_by_side:
         logger.warning(
@@ -80,8 +90,6 @@ def preflight(
             "`shared`",
             stale, config.stages.division.placement,
         )  # fmt: skip
-    precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
-    return Preflight(hosts, hardware, model, precision)
 
 
 def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:

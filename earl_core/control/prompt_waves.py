@@ -104,6 +104,13 @@ def follows_seal(config: RunConfig) -> bool:
     return config.rollout.filters_groups or bool(config.environments)
 
 
+def barrier_share(config: RunConfig) -> float:
+    """Return the share of iterations whose rollout no engine begins before all have ended the one
+    before: for its prompts, or because the version that it plays is evaluated first."""
+    every = config.evaluation.every
+    return 1.0 if follows_seal(config) else 1.0 / every if every else 0.0
+
+
 def wave_after(run: RunDirectory, iteration: int, sealed: Sequence[Manifest]) -> Wave:
     """Return the iteration's next wave. sealed: rollouts and rewards of its earlier ones; `more`
     says whether there is one."""

@@ -7,21 +7,21 @@ tracker's queue) is looked up here by run directory.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from earl_core.cluster.host import Cluster, Host
+from earl_core.cluster.host import Cluster
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_adapter, keep_ancestor
 from earl_core.control.device_figures import figures_for
 from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.group_stream import GroupStream
 from earl_core.control.hardware import open_cluster, with_network
+from earl_core.control.host_peers import fetch_bandwidth, served
 from earl_core.control.learner_handle import LearnerHandle
 from earl_core.control.learnt_profile import LearntProfile, RunHistory
 from earl_core.control.live import find, live
@@ -31,9 +31,11 @@ from earl_core.control.preflight import (
     fitting_model,
     preflight,
     surely,
+    warn_of_turns,
 )
 from earl_core.control.prompt_waves import check_numbers, taken_before
 from earl_core.control.resume_point import resume_point
+from earl_core.control.selector_policy import settled
 from earl_core.control.teachers import (
     check_teachers,
     held_teachers,
@@ -45,9 +47,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import EVALUATION, PLACED, TRAINED, taking_part
-from earl_core.dispatch import Manifest, PoolFull
-from earl_core.dispatch.remote.range_server import RangeServer
-from earl_core.dispatch.remote.transport import TransportError
+from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import unmeasured_gates
 from earl_core.run.episodes import EpisodeKeeper
@@ -57,15 +57,10 @@ from earl_core.run.retention import kept_weights
 from earl_core.run.run_stores import sweep_unneeded
 from earl_core.run.staleness import note_change
 from earl_core.run.told_progress import ToldProgress
-from earl_core.run.worker import Peers
 from earl_core.system.errors import EarlError
 from earl_core.system.memory import give_back_free_memory
-from earl_core.system.processes import host_name
 
 logger = logging.getLogger(__name__)
-
-HOST_STORE = "earl_core.run.remote_stores:HostStore"
-"""Holds a run's shards on another host."""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """The end of a run, in the tracker's words."""
@@ -134,9 +129,9 @@ class RunController:
         self._held.callback(cluster.close)
         self._held.callback(run.close)
         self._model = found.model
-        peers = self._serve(hosts)
+        peers = served(run, hosts, self._held)
         hardware = figures_for(run.config.selector, found.hardware, hosts)
-        self.hardware = with_network(hardware, self._fetch_bandwidth(peers))
+        self.hardware = with_network(hardware, fetch_bandwidth(run, peers))
         where, told = (run.config, run.path, run.logs, self.hardware), self.listener
         self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
@@ -148,44 +143,6 @@ class RunController:
         self._registered.enter_context(live(str(run.path.resolve()), self))
         self._status: Status = "FINISHED"
 
-    def _serve(self, hosts: Sequence[Host]) -> Peers:
-        """Open the run's store on every host and start their range servers, unless there is but
-        this one."""
-        if len(hosts) == 1 and hosts[0].name == host_name():
-            return Peers()
-        token, own = secrets.token_hex(32), self.run.store.directory
-        addresses: dict[str, tuple[str, int]] = {}
-        server: RangeServer | None = None
-        for host in hosts:
-            ask = host.keep(
-                HOST_STORE,
-                str(self.run.path),
-                self.config.model_dump(mode="json"),
-                host.address,
-                token,
-            )
-            if ask is not None:
-                self.run.stores.join(host.name, ask, self.run.unreleased_shards())
-                address, port = ask("served_at")
-                addresses[host.name] = address, port
-                continue
-            if server is None:
-                server = self._held.enter_context(RangeServer(own, token, host.address))
-            addresses[host.name] = server.address
-        return Peers(addresses, token)
-
-    def _fetch_bandwidth(self, peers: Peers) -> float:
-        try:
-            return self.run.stores.fetch_bandwidth(peers.addresses, peers.token)
-        except TransportError as error:
-            raise ConfigError(
-                f"the hosts of the run do not read from each other: {error}",
-                remedy="let all ports be reached between them",
-            ) from error
-        except PoolFull:
-            # What needs the room will say so.
-            return 0.0
-
     def prepare(self, track: MakeTracker) -> None:
         """Make the model, check that it fits, start the workers of the last plan and the tracker.
 
@@ -193,6 +150,8 @@ class RunController:
         """
         self.model = self._model or self._made_model()
         self.reference_models = reference_shapes(self.config)
+        self._settle_policy()
+        warn_of_turns(self.config)
         check_shared_memory(self.config, self.run.stores)
         check_numbers(self.run)
         self._check_demonstrations(self.next_iteration())
@@ -205,6 +164,13 @@ class RunController:
         self.run.store_config()
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))
+
+    def _settle_policy(self) -> None:
+        """Decide what `auto` is where that had to wait for the model, before anything is chosen."""
+        policy = settled(self.config, self.hardware, self.model, self.reference_models)
+        policy.tell(lambda text: self.listener("select", 0, {"chosen": text}))
+        policy.keep(self.run)
+        self.config = self.run.config = policy.config
 
     def demonstrations(self, method: str, iteration: int, **arguments: Any) -> dict[str, Any]:
         """Ask the worker of the demonstrations, which is one rank whatever the plan."""
@@ -356,11 +322,13 @@ def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
             found = preflight(config, cluster, ancestor, teachers)
             found.precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
             take_newest_whole(Path(config.runs_directory) / config.name)
-            run = opened.enter_context(closing(RunDirectory.open(found.precision.config)))
+            found.policy.tell(lambda text: listener("select", 0, {"chosen": text}))
+            run = opened.enter_context(closing(RunDirectory.open(found.policy.config)))
             keep_ancestor(run, ancestor)
             keep_adapter(run)
             keep_teachers(run, teachers)
         found.precision.keep(run)
+        found.policy.keep(run)
         sweep_unneeded(Path(config.dispatch.directory), config.dispatch)
         controller = RunController(run, cluster, found, listener, here)
         opened.pop_all()

@@ -100,7 +100,7 @@ def check_teachers(config: RunConfig, policy: Path, teachers: Teachers | None = 
 
 def _check_layout(config: RunConfig, text: str, shape: ModelShape) -> None:
     """A reference stage that is no choice of its own is laid out as the update."""
-    if config.selector.policy != "fixed":
+    if config.selector.moves:
         return
     for key, iteration in config.stages.steps():
         update = config.stages.at(iteration)[1]
@@ -113,12 +113,16 @@ def _check_layout(config: RunConfig, text: str, shape: ModelShape) -> None:
             )
 
 
-def reference_shapes(config: RunConfig) -> tuple[ModelShape, ...]:
-    """The models that the reference stage holds; none where that is the initial policy alone."""
-    if all(text == INITIAL for text in config.references):
+def reference_shapes(config: RunConfig, teachers: Teachers | None = None) -> tuple[ModelShape, ...]:
+    """The models that the reference stage holds; none where that is the initial policy alone.
+
+    teachers: those that the run has yet to keep.
+    """
+    found = _directories(config, teachers or {})
+    if not found:
         return ()
-    models = [config.reference_model(text) for text in config.references]
-    return tuple(read_model_shape(Path(model.path)) for model in models)
+    own = Path(config.initial_model.path)
+    return tuple(read_model_shape(found.get(text, own)) for text in config.references)
 
 
 def _directories(config: RunConfig, teachers: Teachers) -> dict[str, Path]:

@@ -50,7 +50,8 @@ class DeploymentPlan(Settings):
     fetch_bandwidth: bytes/s that a host fetches from the others; 0: there are no others, or rows
     are dealt as configured.
     division: of the devices, where the selector chooses it, with a reason of its own under
-    `placement`; None: the run file says it.
+    `placement`; None: the run file says it. A policy that the run file leaves to `auto` has one
+    under `policy`.
     """
 
     iteration: int = Field(ge=0)

@@ -129,7 +129,7 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
         "environments": tuple(each.model_copy(update=patient) for each in config.environments),
         "rollout": config.rollout.model_copy(update=rollout),
         "stages": StagesConfig(rollout=RolloutStage(), update=alone),
-        "selector": SelectorConfig(),
+        "selector": SelectorConfig(policy="fixed"),
         "cluster": ClusterConfig(),
         "experience": ExperienceConfig(),
         "evaluation": config.evaluation.model_copy(update={"every": 0}),

@@ -60,6 +60,19 @@ def test_the_table_says_who_lays_the_stages_out() -> None:
     }
 
 
+def test_a_policy_that_is_not_decided_moves_nothing_and_the_table_says_so() -> None:
+    auto = config()
+    assert auto.selector.policy == "auto"
+    assert auto.selector.moves == ()
+    assert not auto.divides
+    row = ("who lays the stages out", "auto: decided at the start", "selector.policy")
+    assert row in resolved_rows(auto)
+    assert row not in resolved_rows(config(policy="fixed"))
+    # What `fixed` takes, it takes.
+    assert config({"changes": [{"iteration": 1, "update": {}}]}).stages.changes
+    assert config({"placement": "separate"}).stages.placement == "separate"
+
+
 def test_another_policy_chooses_anew_and_repeats_nothing_else() -> None:
     one, other = config(), config(policy="live_tokens")
 

@@ -82,7 +82,16 @@ def configs() -> dict[str, RunConfig]:
         name: load_config(name, ["runs_directory=/nowhere/runs", "model.path=/nowhere/model"])
         for name in RECIPES
     }
-    return found | {name: parse_config(BASE | changes) for name, changes in RUNS.items()}
+    found |= {name: parse_config(BASE | changes) for name, changes in RUNS.items()}
+    return {name: _as_begun(config) for name, config in found.items()}
+
+
+def _as_begun(config: RunConfig) -> RunConfig:
+    """What `auto` was before there was such a thing."""
+    if config.selector.policy != "auto":
+        return config
+    fixed = config.selector.model_copy(update={"policy": "fixed"})
+    return config.model_copy(update={"selector": fixed})
 
 
 def keys() -> dict[str, dict[str, str]]:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from earl_core.config import load_config
+from earl_core.control.hardware import read_hardware
+from earl_core.control.machine_profile import profile_of
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.checkpoints import HANDOFFS
+from earl_core.run.recovery import go_back
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, write_table
+from tests import warm
 from tests.flows.runs import LEARNING, Runs
 from tests.flows.test_selector_runs import observations, plan, selector
 from tests.learnt import assert_learnt, largest_change, weights_in
@@ -40,7 +48,6 @@ def placement(runs: Runs, iteration: int) -> str:
 def test_cores_change_sides_between_iterations_and_the_run_learns_the_same(runs: Runs) -> None:
     """By what is measured, apart is faster under the load that is guessed at first, and in turn
     under the load that there is. No checkpoint holds the state that changes hands."""
-    apart, whole = "update tp1 mb1024 on1", "update tp1 1x2threads mb1024"
     settings = (
         *OVERLAPPED,
         selector(runs, fixed_fields=HELD),
@@ -48,13 +55,7 @@ def test_cores_change_sides_between_iterations_and_the_run_learns_the_same(runs:
     )
     runs.train(*settings, "name=apart", "stages.placement=separate")
     (table,) = (runs.directory / "profiles").glob("*.parquet")
-    points = (
-        measured(apart, GUESSED, 1e6),
-        measured(whole, GUESSED, 1.0),
-        measured(apart, PLAYED, 1e-4),
-        measured(whole, PLAYED, 1e6),
-    )
-    write_table(table.parent, table.stem, ProfileTable(points=points))
+    write_table(table.parent, table.stem, ProfileTable(points=MOVING))
     runs.train(*settings)
 
     first, last = plan(runs, 0), plan(runs, 3)
@@ -73,6 +74,147 @@ def test_cores_change_sides_between_iterations_and_the_run_learns_the_same(runs:
     assert_learnt([x["update/grad_norm"] for x in runs.metrics()], weights_in(runs.model), after)
     assert largest_change(after, weights_in(runs.policy(3, "apart"))) < 1e-4
     assert not (runs.run() / HANDOFFS).exists()
+    assert runs.shared_memory() == []
+    runs.wait_for_workers_to_end()
+
+
+APART, WHOLE = "update tp1 mb1024 on1", "update tp1 1x2threads mb1024"
+MOVING = (
+    measured(APART, GUESSED, 1e6),
+    measured(WHOLE, GUESSED, 1.0),
+    measured(APART, PLAYED, 1e-4),
+    measured(WHOLE, PLAYED, 1e6),
+)
+"""Apart until an iteration has been seen, then in turn."""
+STAYING = tuple(
+    measured(key, context, rate)
+    for key, rate in ((APART, 1e6), (WHOLE, 1.0))
+    for context in (GUESSED, PLAYED)
+)
+
+
+def profiled(runs: Runs, settings: tuple[str, ...], points: tuple[ProfilePoint, ...]) -> None:
+    """Have the runs know this of the machine."""
+    config = load_config(runs.config, list(settings))
+    found = profile_of(config, read_hardware(), read_model_shape(runs.model))
+    write_table(*found[:2], ProfileTable(points=points))
+
+
+def once(runs: Runs) -> None:
+    """Have each fault happen once."""
+    runs.environment["EARL_FAULT_ONCE"] = str(runs.directory / "happened")
+    (runs.directory / "happened").mkdir()
+
+
+def assert_alike(runs: Runs, whole: Runs) -> None:
+    """They have learnt the same, from episodes as old."""
+    assert_learnt(
+        [x["update/grad_norm"] for x in runs.metrics()],
+        weights_in(runs.model),
+        weights_in(runs.policy(3)),
+    )
+    assert largest_change(weights_in(runs.policy(3)), weights_in(whole.policy(3))) < 1e-4
+    ages = {line["iteration"]: line["update/age_max"] for line in runs.metrics()}
+    assert list(ages.values()) == [0, 1, 1, 1]
+
+
+KILLED_AS_IT_SAVES = """
+import asyncio, os, signal
+from pathlib import Path
+from earl_core.control import device_moves
+from flows.train import train
+
+save = device_moves.save_state
+
+def killed(controller, learner, *given):
+    if not Path("killed").exists():
+        Path("killed").touch()
+        for pid in controller.groups.live(learner.role).pids:
+            os.kill(pid, signal.SIGKILL)
+    return save(controller, learner, *given)
+
+device_moves.save_state = killed
+asyncio.run(train(config={config!r}, overrides={overrides!r}))
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+def test_a_learner_that_is_killed_while_and_after_devices_move_goes_back_with_them(
+    runs: Runs, undisturbed: Callable[..., Runs]
+) -> None:
+    """Killed as it saves what the next one takes over, and again in its update there: the state is
+    lost with it, both times, and earlier plans are followed again."""
+    small = "update.max_tokens_per_microbatch=1024"
+    settings = (*OVERLAPPED, small, selector(runs, fixed_fields=HELD))
+    profiled(runs, settings, MOVING)
+    once(runs)
+    runs.environment["EARL_FAULT"] = "update.step0@3=kill"
+    text = KILLED_AS_IT_SAVES.format(config=str(runs.config), overrides=list(settings))
+    runs.script(text, warm.CONTROLLER)
+    assert (runs.directory / "killed").exists()
+    assert [placement(runs, k) == "separate" for k in range(4)] == [True, True, False, False]
+    events = [(line["iteration"], line["event"]) for line in runs.ledger()]
+    moves = [(k, event) for k, event in events if event.startswith("devices change sides")]
+    lost = [event for _, event in events if event.startswith("the training state was lost")]
+    assert len(lost) == 2
+    # There, and there again after each loss.
+    assert [k for k, _ in moves] == [2, 2, 2]
+    rollouts = [k for k, stage in runs.executed("sealed") if stage == "rollout"]
+    assert sorted(rollouts) == [0, 1, 2, 3]
+    assert_alike(runs, undisturbed(*OVERLAPPED, small))
+    assert not (runs.run() / HANDOFFS).exists()
+    assert runs.shared_memory() == []
+    runs.wait_for_workers_to_end()
+
+
+TOO_LITTLE = """
+import asyncio
+from earl_core.selector.choice import combination
+from flows.train import train
+
+asked = combination.lack_of_memory
+
+def lack(predictor, rows):
+    beside = predictor.division.placed.side_by_side and predictor.given.forbidden
+    return "too little for both sides" if beside else asked(predictor, rows)
+
+combination.lack_of_memory = lack
+asyncio.run(train(config={config!r}, overrides={overrides!r}))
+"""
+"""A machine whose memory holds both sides at a time until one has run out of it."""
+
+
+@pytest.mark.slow
+def test_an_update_that_fits_no_longer_beside_rollouts_takes_turns_with_them(
+    runs: Runs, undisturbed: Callable[..., Runs]
+) -> None:
+    """Devices do not change sides while later rollouts play; those end, and then they do. Then the
+    run goes back to a checkpoint from before that."""
+    small, often = "update.max_tokens_per_microbatch=1024", "checkpoint.every=2"
+    settings = (*OVERLAPPED, small, often, selector(runs))
+    profiled(runs, settings, STAYING)
+    once(runs)
+    runs.environment["EARL_FAULT"] = "update.microbatch1@1=memory"
+    text = TOO_LITTLE.format(config=str(runs.config), overrides=list(settings))
+    runs.script(text, warm.CONTROLLER)
+    assert placement(runs, 0) == "separate"
+    assert (placement(runs, 1), plan(runs, 1).attempt) == ("colocated", 1)
+    assert placement(runs, 3) == "colocated"
+    events = [line["event"] for line in runs.ledger() if line["iteration"] == 1]
+    (anew,) = [event for event in events if event.startswith("the devices are divided anew")]
+    assert "too little for both sides" in anew
+    whole = undisturbed(*OVERLAPPED, small)
+    assert_alike(runs, whole)
+    sealed = runs.executed("sealed")
+    results = [each for each in sealed if each[1] != "select"]
+    assert sorted(results) == sorted(set(results))
+
+    go_back(runs.run(), 1)
+    runs.script(text, warm.CONTROLLER)
+    again = [each for each in runs.executed("sealed")[len(sealed) :] if each[1] == "update"]
+    assert again == [(2, "update"), (3, "update")]
+    assert_alike(runs, whole)
     assert runs.shared_memory() == []
     runs.wait_for_workers_to_end()
 

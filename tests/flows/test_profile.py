@@ -15,6 +15,7 @@ import yaml
 from earl_core.cluster.errors import Raised, Where, WorkerCallFailed, WorkerLost
 from earl_core.config import parse_config
 from earl_core.control.failure_diagnosis import diagnose
+from earl_core.control.machine_profile import fingerprint_of, profile_of
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.rollout.errors import EngineLost
 from earl_core.selector.profile.profile_table import (
@@ -24,7 +25,6 @@ from earl_core.selector.profile.profile_table import (
     write_table,
 )
 from earl_core.system.memory import OutOfMemory
-from tasks.measure import fingerprint_of, profile_of
 from tests import warm
 from tests.flows.runs import REPOSITORY, Process, Runs
 

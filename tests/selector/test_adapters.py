@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from earl_core.config import parse_config
+from earl_core.control.machine_profile import fingerprint_of
 from earl_core.control.shared_memory_need import need_of
 from earl_core.deployment.shapes import AdapterShape, ModelShape
 from earl_core.deployment.stage_deployment import CHECKPOINTING, StageDeployment
@@ -28,7 +29,6 @@ from earl_core.selector.model.devices import cluster, device_of
 from earl_core.selector.model.memory_model import TrainingNeeds
 from earl_core.selector.model.roofline import Load, Roofline
 from flows.cli.app import app
-from tasks.measure import fingerprint_of
 from tests.selector.examples import given
 
 GIB = 2**30

@@ -13,7 +13,7 @@ from earl_core.config.stages import StagesConfig
 from earl_core.deployment.placement import Division, spread
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.selector.choice.combination import Way, ways
+from earl_core.selector.choice.combination import Way, evaluate, ways
 from earl_core.selector.choice.division import lack_of_memory
 from earl_core.selector.choice.explain import considered, plan_rows
 from earl_core.selector.choice.policy import select
@@ -22,7 +22,8 @@ from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.search_space import offers
 from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.catalogue import MODELS
-from earl_core.selector.profile.profile_table import candidate_of_key, key_of
+from earl_core.selector.profile.observations import Observation, refined
+from earl_core.selector.profile.profile_table import ProfileTable, candidate_of_key, key_of
 from earl_core.system.hardware import HostResources
 from tests.selector.examples import given, host
 
@@ -222,6 +223,49 @@ def test_what_is_measured_on_fewer_devices_says_so() -> None:
     assert key_of(half, 8) != key_of(whole, 8)
     assert candidate_of_key(key_of(half, 8), 8) == half
     assert candidate_of_key(key_of(whole, 8), 8) == whole
+
+
+def test_engines_that_wait_for_the_last_one_make_a_division_dearer() -> None:
+    """As a discrete count has it: each of n engines is busy until the last one ends."""
+    free = stale(2048.0, 20000.0, episodes=128)
+    barred = free.model_copy(update={"barrier_share": 1.0})
+    half = free.model_copy(update={"barrier_share": 0.5})
+    apart = Division(placement="separate", engine_devices=4)
+    rows = [
+        {row.candidate: row for row in evaluate(Predictor(item, division=apart))[0]["rollout"]}
+        for item in (free, half, barred)
+    ]
+    several = [engines for engines in rows[0] if engines.replicas > 1]
+    assert several
+    for engines in several:
+        alone, some, all_ = (found[engines] for found in rows)
+        assert all_.busy == pytest.approx(all_.whole)
+        assert alone.busy < some.busy < all_.busy
+        assert some.busy == pytest.approx((alone.busy + all_.busy) / 2)
+        # Others may use shared devices meanwhile.
+        assert all_.busy - all_.waiting == pytest.approx(alone.busy - alone.waiting)
+    assert ways(barred)[0].seconds > ways(free)[0].seconds
+    turns = [in_turn(ways(item)) for item in (free, barred)]
+    assert turns[0] is not None
+    assert turns[1] is not None
+    assert turns[0].seconds == turns[1].seconds
+
+
+def test_what_runs_without_staleness_have_measured_is_found_as_ever() -> None:
+    """Their training has the devices that it is laid out on, whatever their number."""
+    few = StageDeployment("update", shard=2, max_tokens_per_microbatch=4096)
+    seen = Observation(
+        iteration=1, stage="update", kind="measured", deployment=few, context=1024.0,
+        requests=128.0, tokens_per_second=9.0,
+    )  # fmt: skip
+    keys = []
+    for staleness in (0, 1):
+        item = stale(1024.0, staleness=staleness)
+        table = refined(ProfileTable(), [seen], 16.0, item.hardware, staleness > 0)
+        keys += [point.key for point in table.points]
+        predictor = Predictor(item.model_copy(update={"profile": table}))
+        assert predictor.correction(predictor.candidate_of(few))(1024.0, 128.0)[1] > 0.9
+    assert keys == ["update tp1 shard2 mb4096", "update tp1 shard2 mb4096 on2"]
 
 
 @pytest.mark.parametrize("policy", ["fixed", "average_context"])

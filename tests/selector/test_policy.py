@@ -51,7 +51,7 @@ def iteration_seconds(item: SelectionInput, plan: DeploymentPlan) -> float:
 def test_every_policy_of_the_configuration_exists() -> None:
     named = typing.get_args(SelectorConfig.model_fields["policy"].annotation)
     assert set(named) == set(POLICIES)
-    assert SelectorConfig().policy == "fixed"
+    assert SelectorConfig().policy == "auto"
 
 
 @quick

@@ -130,6 +130,8 @@ def plan_rows(plan: DeploymentPlan) -> list[Row]:
             text += f", {engines} of a host's devices for the rollout"
         why = plan.reasons.get("placement", "")
         rows.append({"stage": "placement", "stage deployment": text, "why": why})
+    if why := plan.reasons.get("policy", ""):
+        rows.append({"stage": "policy", "stage deployment": plan.policy, "why": why})
     return rows
 
 

@@ -40,7 +40,10 @@ def select(given: SelectionInput) -> DeploymentPlan:
     doubled before the longest episode seen would reach it, up to the model's position range.
     Raises `NoFeasiblePlan`, naming the bytes needed, when no candidate of a stage is feasible.
     """
-    return POLICIES[given.selector.policy](with_fitting_microbatch(given))
+    plan = POLICIES[given.selector.policy](with_fitting_microbatch(given))
+    if not given.policy_reason:
+        return plan
+    return plan.model_copy(update={"reasons": {**plan.reasons, "policy": given.policy_reason}})
 
 
 def choose_as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, DeploymentPlan]:
@@ -204,6 +207,8 @@ def _usual_requests(given: SelectionInput) -> int:
 
 
 POLICIES: dict[str, Policy] = {
+    # What is laid out without a run, which would have settled it, is laid out as configured.
+    "auto": fixed,
     "fixed": fixed,
     "average_context": average_context,
     "live_tokens": live_tokens,

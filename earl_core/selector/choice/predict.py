@@ -68,6 +68,8 @@ class Predictor:
         expected = self.ahead.longest if given.statistics.context_max else 0.0
         self.max_model_len, self.length_reason = model_length(given, expected)
         self._torch_engine = given.rollout.engine == "torch"
+        # Only where devices are divided has one mesh more or fewer of them.
+        self._divided = self.hardware.devices if given.staleness else 0
         self._points = given.profile.by_key()
         self._failed = [p for p in given.profile.points if p.out_of_memory]
         self._measured_stages = {key.split()[0] for key in self._points}
@@ -314,7 +316,10 @@ class Predictor:
             # Nobody waits for it: it goes on under the next weights.
             return row._replace(busy=row.seconds, whole=whole, waiting=rounds * wait)
         busy = row.seconds + (whole - row.seconds) / candidate.replicas
-        return row._replace(seconds=whole, busy=busy, whole=whole, waiting=rounds * wait)
+        # Engines that may not begin what follows wait for the last one.
+        idle = self.given.barrier_share * (whole - busy) if math.isfinite(whole) else 0.0
+        waiting = rounds * wait + idle
+        return row._replace(seconds=whole, busy=busy + idle, whole=whole, waiting=waiting)
 
     def _engine_budget(self, candidate: StageDeployment) -> float:
         if self._grows(candidate):
@@ -348,7 +353,7 @@ class Predictor:
         """Measured over guessed rate of the candidate, by load."""
         if candidate.stage not in self._measured_stages:
             return _UNMEASURED
-        key = key_of(candidate, self.hardware.devices)
+        key = key_of(candidate, self._divided)
         if key not in self._corrections:
             points, guess = self._points.get(key, []), self.guess(candidate)
             self._corrections[key] = Correction(points, guess, self._common(candidate.stage))
@@ -373,7 +378,7 @@ class Predictor:
                 f"{what} ran out of memory in this run, where {gib(budget)} are available and "
                 f"{gib(peak)} are predicted"
             )
-        key = key_of(candidate, self.hardware.devices) if self._failed else ""
+        key = key_of(candidate, self._divided) if self._failed else ""
         for point in self._failed:
             if point.key == key and point.at_most(context, requests):
                 return (

@@ -21,7 +21,8 @@ class Prediction(NamedTuple):
     1. problem: why the candidate is infeasible; empty when it is not.
 
     Of rollouts that overlap with updates: busy: seconds that its engines work for an iteration, on
-    the mean. waiting: those of them in which they wait for environments. whole: seconds from the
+    the mean. waiting: those of them in which they wait for environments, or for one another at a
+    barrier. whole: seconds from the
     first to the last token of an iteration's episodes.
     """
 

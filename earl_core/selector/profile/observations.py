@@ -147,13 +147,19 @@ def overflow_tokens(observations: Iterable[Observation]) -> float:
 
 
 def refined(
-    profile: ProfileTable, observations: Iterable[Observation], half_life: float, hardware: Hardware
+    profile: ProfileTable,
+    observations: Iterable[Observation],
+    half_life: float,
+    hardware: Hardware,
+    divided: bool = False,
 ) -> ProfileTable:
-    """The profile with what the run measured itself. half_life: in iterations."""
+    """The profile with what the run measured itself. half_life: in iterations. divided: training
+    may have had a part of the devices."""
+    devices = hardware.devices if divided else 0
     for seen in observations:
         if seen.kind == "measured" and seen.tokens_per_second > 0 and seen.context > 0:
             point = ProfilePoint(
-                key=key_of(candidate_of(seen.deployment, hardware), hardware.devices),
+                key=key_of(candidate_of(seen.deployment, hardware), devices),
                 context=seen.context,
                 requests=max(1.0, seen.requests),
                 tokens_per_second=seen.tokens_per_second,
