@@ -109,6 +109,8 @@ async def _train(settings: RunConfig) -> dict[str, Any]:
 
 async def _train_on_hosts(settings: RunConfig, changes: Counter[int]) -> dict[str, Any]:
     async with opened(settings) as controller:
+        # What `auto` is has been decided.
+        settings = controller.config
         run = str(controller.run.path)
         returned: set[tuple[int, str, int]] = set()
         pages = TrainPages(controller)

@@ -29,6 +29,7 @@ from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.profile_table import ProfileError, ProfileTable
 from earl_core.system.memory import memory_in_use
 
+_AS_BEGUN = "as the run began"
 RECORD = "selector"
 """The entry of `run.json` that says what was decided, and why."""
 
@@ -47,7 +48,7 @@ class Settled(NamedTuple):
 
     def keep(self, run: RunDirectory) -> None:
         """Have the run's record say what was decided when it began."""
-        if self.why and RECORD not in run.record:
+        if self.why and self.why != _AS_BEGUN:
             run.update_record(**{RECORD: {"auto": self.config.selector.policy, "why": self.why}})
 
 
@@ -68,7 +69,7 @@ def settled(
         return Settled(config)
     began = _began(Path(config.runs_directory) / config.name)
     if began != "auto":
-        return Settled(_with(config, began), "as the run began")
+        return _going_on(config, began)
     why = configured_layout(config, hardware)
     profile = ProfileTable()
     if not why:
@@ -115,6 +116,16 @@ def _measured(
     return "" if hardware.gpus else unknown_speeds(profile), profile
 
 
+def _going_on(config: RunConfig, began: str) -> Settled:
+    """What a run goes on with; `fixed`, where what has changed since lays it out."""
+    goes_on = _with(config, began)
+    try:
+        goes_on.selector.check_stages(config.stages, goes_on, config.schedule.staleness)
+    except ValueError:
+        return Settled(_with(config, "fixed"), "`stages` lays the run out now")
+    return Settled(goes_on, _AS_BEGUN)
+
+
 def _with(config: RunConfig, policy: str) -> RunConfig:
     if policy == "live_tokens":
         return config.model_copy(update={"selector": under_live_tokens(config)})
@@ -123,7 +134,10 @@ def _with(config: RunConfig, policy: str) -> RunConfig:
 
 
 def _began(run: Path) -> str:
-    """Return the policy that a run was last worked with; `auto`: it has not begun."""
+    """Return the policy that a run was last worked with; `auto`: nothing was chosen for it yet."""
+    chosen = ("iterations/*/select.json", "checkpoints/*/STABLE")
+    if not any(any(run.glob(each)) for each in chosen):
+        return "auto"
     # Whoever opens the run says what is wrong with it.
     with suppress(FileNotFoundError, RunDamaged):
         settings = read_record(run).get("settings", {})

@@ -149,7 +149,14 @@ def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
         run.close()
         return run
 
+    def chosen_for(run: RunDirectory) -> None:
+        (run.path / "iterations" / "000000").mkdir()
+        (run.path / "iterations" / "000000" / "select.json").touch()
+
     run = begun(settled(here("name=new"), GPUS, MODEL))
+    # A start that was refused before anything was chosen binds nobody.
+    assert settled(here("name=new"), CORES, MODEL).config.selector.policy == "fixed"
+    chosen_for(run)
     assert run.record["selector"]["auto"] == "live_tokens"
     assert reason_in(run) == "auto: there are 8 GPUs to lay the stages out on"
     stored = load_config(tmp_path / "new" / "config.yaml")
@@ -164,8 +171,11 @@ def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
     again.keep(run)
     assert reason_in(run).startswith("auto: there are 8 GPUs")
     # One that was made before there was `auto`.
-    begun(Settled(here("name=old", "selector.policy=fixed")))
+    chosen_for(begun(Settled(here("name=old", "selector.policy=fixed"))))
     assert settled(here("name=old"), GPUS, MODEL).config.selector.policy == "fixed"
+    # What lays the run out now is not what the selector began with.
+    changed = here("name=new", "stages.changes=[{iteration: 3, rollout: {replicas: 1}}]")
+    assert settled(changed, GPUS, MODEL).config.selector.policy == "fixed"
     # Another policy by name is a changed setting like others.
     named = here("name=new", "selector.policy=average_context")
     assert settled(named, GPUS, MODEL).config.selector.policy == "average_context"

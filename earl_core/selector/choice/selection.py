@@ -82,10 +82,10 @@ class SelectionInput(Settings):
     nothing is given back between stages, else of a GPU, where sleepers keep their libraries; others
     were not measured. context_overflow: the most tokens that an engine of this run was built too
     small for. weight_versions: sets of published weights that are there at a time. staleness,
-    streams, groups_replayed: of the run's schedule. barrier_share: of all iterations, those whose rollout no engine
-    begins before all have ended the one before. policy_reason: why `auto` is the policy; empty: it
-    was named. keeps_division: devices do not change sides, because rollouts of later iterations
-    play already.
+    streams, groups_replayed: of the run's schedule. barrier_share: of all iterations, those whose
+    rollout no engine begins before all have ended the one before. policy_reason: why `auto` is the
+    policy; empty: it was named. keeps_division: devices do not change sides, because rollouts of
+    later iterations play already.
 
     A worked example, a 7B model on 8 GPUs after episodes of at most 8,000 tokens, then 100,000:
 
