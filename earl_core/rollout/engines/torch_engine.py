@@ -73,7 +73,9 @@ class TorchEngine(BaseEngine[Pairs]):
         self._under: tuple[int, str] | None = None
         self._peak_cache_bytes = 0
         drafts = self._settings.drafts
-        self._drafting = drafts and Drafting(drafts.most_tokens, drafts.memory_bytes)
+        self._drafting: Drafting | None = None
+        if drafts is not None:
+            self._drafting = Drafting(drafts.most_tokens, drafts.memory_bytes)
 
     async def start(self) -> None:
         """Load the model. Raises `EngineError` for a model this engine would answer wrongly."""
