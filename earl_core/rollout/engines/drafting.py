@@ -41,6 +41,8 @@ _FORGET = 1 / 64
 _OWN_WEIGHT = 4.0
 _MOST_MISSES = 5
 """After so many a sequence is looked at every eighth token."""
+_LOOKED_AT = 8
+"""So many passes in a row are without drafts before only each such one is looked at."""
 
 
 class PassTimes:
@@ -144,6 +146,7 @@ class Drafting:
         self._past = PastAnswers(memory)
         self._sequences: dict[int, _Sequence] = {}
         self._times = PassTimes()
+        self._undrafted = 0
         # By the bits of the match, optimistic: what is not tried is not learnt.
         classes = LONGEST_MATCH.bit_length() + 1
         self._accepted = [Accepted(0.7, 4.0) for _ in range(classes)]
@@ -174,11 +177,16 @@ class Drafting:
     ) -> list[list[int]]:
         """A draft for each sequence of a pass, empty for None. room: most tokens of each draft.
         widest: most tokens of a sequence in the pass."""
+        self._undrafted += 1
+        if self._undrafted > _LOOKED_AT and self._undrafted % _LOOKED_AT:
+            return [[] for _ in room]
         guesses = [
             self._guess(self._sequences[each], most) if each is not None and most > 0 else (0.0, [])
             for each, most in zip(sequence_ids, room, strict=True)
         ]
         width = self._width([(share, len(guess)) for share, guess in guesses], widest)
+        if width > 1:
+            self._undrafted = 0
         return [guess[: width - 1] for _, guess in guesses]
 
     def took(self, sequence_id: int, tokens: Sequence[int]) -> None:

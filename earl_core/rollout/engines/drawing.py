@@ -112,6 +112,8 @@ class Drawing:
         self._totals["generated_tokens"] += len(taken)
         if self._drafting is None or not taken or not sampling.request.drafted:
             return
-        accepted = sum(one == other for one, other in zip(draft, taken, strict=False))
-        sampling.drafts = sampling.drafts.and_(Drafts(1, len(draft), accepted))
+        passes, made, accepted = sampling.drafts
+        if draft:
+            accepted += sum(one == other for one, other in zip(draft, taken, strict=False))
+        sampling.drafts = Drafts(passes + 1, made + len(draft), accepted)
         self._drafting.took(sampling.request.sequence_id, taken)

@@ -18,7 +18,7 @@ _SLOT_BYTES = 8
 # An answer's object, its two arrays and its entry in the table of answers.
 _ANSWER_BYTES = 512
 # A token, and the place before it; arrays reserve an eighth more than they hold.
-_TOKEN_BYTES = (4 + 8) * 9 / 8
+_TOKEN_BYTES = 14
 _MOST_SLOTS = 1 << 22
 
 LONGEST_MATCH = 16
@@ -53,12 +53,7 @@ class PastAnswer:
     @property
     def nbytes(self) -> int:
         """At least the bytes that it takes."""
-        return _ANSWER_BYTES + int(len(self.tokens) * _TOKEN_BYTES)
-
-    @property
-    def bytes_of_next(self) -> int:
-        """What `nbytes` grows by with a further token."""
-        return int((len(self.tokens) + 1) * _TOKEN_BYTES) - int(len(self.tokens) * _TOKEN_BYTES)
+        return _ANSWER_BYTES + len(self.tokens) * _TOKEN_BYTES
 
 
 class PastAnswers:
@@ -102,16 +97,17 @@ class PastAnswers:
         for token in tokens:
             if not answer.open:
                 return
-            at, more = len(answer.tokens), answer.bytes_of_next
-            self._make_room(more)
-            if self._bytes + more > self._memory or at >> _PLACE_BITS:
+            at = len(answer.tokens)
+            if self._bytes + _TOKEN_BYTES > self._memory:
+                self._make_room(_TOKEN_BYTES)
+            if self._bytes + _TOKEN_BYTES > self._memory or at >> _PLACE_BITS:
                 self.end(answer)
                 return
-            slot = self._slot(answer.prompt, answer.tokens[at - 2], answer.tokens[at - 1])
+            slot = self._slot(answer.prompt, answer.tokens[-2], answer.tokens[-1])
             answer.before.append(self._last[slot])
             answer.tokens.append(token)
             self._last[slot] = answer.number << _PLACE_BITS | at
-            self._bytes += more
+            self._bytes += _TOKEN_BYTES
 
     def end(self, answer: PastAnswer) -> None:
         """The answer is whole, and makes room for others when they need it."""
