@@ -1,7 +1,8 @@
 """The next tokens of a batch's answers: drawn one by one, or several where a draft foretold them.
 
 The draw of a token depends on its seed, its place and the logits there. A draft token is right if
-it is the one that is drawn at its place, so the tokens are those that are drawn without drafts.
+it is the one that is drawn at its place, so the tokens are those that are drawn without drafts, as
+far as the logits are: passes of another width round otherwise.
 """
 
 from __future__ import annotations
