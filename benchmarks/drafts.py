@@ -4,10 +4,11 @@
 
 Measured: SmolLM2 in float32 plays iterations of prompts, each with a group of as many episodes as
 `batch` says, by the same seeds with `rollout.drafts` and without, in turns in one process. One
-thread computes, and its seconds are the processor's, so that other programs count little. The first iteration, which has no past, is not timed. `repeats`: prompts come
-again in every iteration, with other seeds, at temperature 0.3, where the model is about as sure as
-a policy that has learnt. `fresh`: no prompt comes twice, at temperature 1. `limit`: the last
-iteration is played once more by the same seeds, so that nearly all of a draft is right.
+thread computes, and its seconds are the processor's, so that other programs count little. The first
+iteration, which has no past, is not timed. `repeats`: prompts come again in every iteration, with
+other seeds, at temperature 0.3, where the model is about as sure as a policy that has learnt.
+`fresh`: no prompt comes twice, at temperature 1. `limit`: the last iteration is played once more by
+the same seeds, so that nearly all of a draft is right.
 """
 
 from __future__ import annotations

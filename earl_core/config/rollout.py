@@ -190,7 +190,8 @@ class RolloutConfig(Settings):
         description="Draft the next tokens from past answers to the same prompt, those of its "
         "group included, and verify them together in one forward pass, where few enough sequences "
         "run that this is faster. Tokens are drawn by the same draws as without drafts, from "
-        "log-probs that are equal to rounding. {} for the defaults; None: no drafts. Needs the torch engine.",
+        "log-probs that are equal to rounding. {} for the defaults; None: no drafts. "
+        "Needs the torch engine.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
