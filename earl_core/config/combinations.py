@@ -84,6 +84,23 @@ def check_deal(rollout: RolloutConfig, kept: int | str) -> None:
         )
 
 
+def check_drafts(rollout: RolloutConfig, deterministic: bool) -> None:
+    """Raise `ValueError` where drafts are not to be had. deterministic: `update.deterministic`."""
+    if rollout.drafts is None:
+        return
+    if rollout.engine != "torch":
+        raise ValueError(
+            f"rollout.drafts is set, but rollout.engine is `{rollout.engine}`, which has no drafts "
+            "from past answers: set it to `torch`, or leave rollout.drafts out"
+        )
+    if deterministic:
+        raise ValueError(
+            "update.deterministic asks for the same bits, but with rollout.drafts log-probs are "
+            "the same to rounding only, because an engine drafts by what it remembers and by the "
+            "clock: leave one of them out"
+        )
+
+
 def check_stream(
     rollout: RolloutConfig, agents: Sequence[str], imitates: bool, learns: bool
 ) -> None:

@@ -23,6 +23,9 @@ ToolFormatName = Literal[
 ]
 """Names of `rollout.tool_calls.FORMATS`."""
 
+MOST_DRAFT_TOKENS = 32
+"""Of a draft, whatever is configured."""
+
 
 class VllmConfig(Settings):
     """Settings of the vLLM engine that have no counterpart in the torch engine."""
@@ -62,6 +65,24 @@ class RequestsConfig(Settings):
         "response_format and its like. free: answers are sampled freely, frameworks ask again "
         "where one lacks the form, and rollout/constrained_satisfied_share says how many have it. "
         "refuse: such a request gets status 400.",
+    )
+
+
+class DraftsConfig(Settings):
+    """Drafts of what comes next in an answer, from answers to the same prompt."""
+
+    most_tokens: int = Field(
+        default=16,
+        ge=1,
+        le=MOST_DRAFT_TOKENS,
+        description="Most tokens of a draft. How many it has depends on how many were right, and "
+        "on what a forward pass was measured to take.",
+    )
+    memory_bytes: int = Field(
+        default=64 * 2**20,
+        ge=2**16,
+        description="Bytes of each engine's past answers, about 14 for each token; the oldest "
+        "answers make room.",
     )
 
 
@@ -163,6 +184,14 @@ class RolloutConfig(Settings):
     )
     requests: RequestsConfig = Field(
         default=RequestsConfig(), description="Requests of agents to the gateway."
+    )
+    drafts: DraftsConfig | None = Field(
+        default=None,
+        description="Draft the next tokens from past answers to the same prompt, those of its "
+        "group included, and verify them together in one forward pass, where few enough sequences "
+        "run that this is faster. Tokens are drawn by the same draws as without drafts, from "
+        "log-probs that are equal to rounding. {} for the defaults; None: no drafts. "
+        "Needs the torch engine.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",

@@ -13,7 +13,13 @@ from pydantic import Field, field_validator, model_validator
 from earl_core.algorithms.mismatch import MismatchWatch
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
-from earl_core.config.combinations import check_algorithm, check_deal, check_groups, check_stream
+from earl_core.config.combinations import (
+    check_algorithm,
+    check_deal,
+    check_drafts,
+    check_groups,
+    check_stream,
+)
 from earl_core.config.environment import CurriculumConfig, EnvironmentConfig, MixedEnvironment
 from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
@@ -234,6 +240,7 @@ class RunConfig(Settings):
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         check_deal(rollout, self.tracking.keep_episodes)
+        check_drafts(rollout, self.update.deterministic)
         self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
             agents = [label or "environment" for label, each in self.played.items() if each.agent]

@@ -37,6 +37,7 @@ _LATER = {
     "rollout.alike_groups": "keep",
     "rollout.max_waves": 3,
     "rollout.deal": "contiguous",
+    "rollout.drafts": None,
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,
     "imitation.format": "auto",

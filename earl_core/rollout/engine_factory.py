@@ -65,6 +65,7 @@ def _engine(config: RunConfig, deployment: StageDeployment) -> Engine:
         "float32_head": config.model.float32_head,
         "trust_remote_code": config.model.trust_remote_code,
         "adapter_rank": config.model.adapter and config.model.adapter.rank,
+        "drafts": rollout.drafts,
     }
     if rollout.engine == "torch":
         from earl_core.rollout.engines.torch_engine import TorchEngine

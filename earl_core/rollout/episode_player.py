@@ -158,7 +158,7 @@ class EpisodePlayer:
         )
         self._turn += 1
         self._sampled += len(completion.tokens)
-        self._meter.generated_tokens += len(completion.tokens)
+        self._meter.answered(completion)
         self._count_live(len(completion.tokens))
         return answer
 

@@ -42,7 +42,10 @@ class SyntheticLoad:
             raise ValueError(f"{self} cannot be measured in a context of {limit} tokens")
         tokens = np.random.default_rng(0).integers(0, vocabulary, (self.requests, length))
         return [
-            GenerationRequest(_FIRST_ID + n, row.tolist(), self.generated, temperature=1.0, seed=n)
+            # The same is decoded again and again, and would be drafted from the time before.
+            GenerationRequest(
+                _FIRST_ID + n, row.tolist(), self.generated, 1.0, seed=n, drafted=False
+            )
             for n, row in enumerate(tokens)
         ]
 

@@ -67,4 +67,5 @@ def _request(number: int, row: ProbedRow, place: int) -> GenerationRequest:
         max_tokens=1,
         temperature=0.0,
         seed=0,
+        drafted=False,
     )

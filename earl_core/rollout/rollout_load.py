@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from earl_core.rollout.engines.engine import Completion
+
 _PROGRESS_SECONDS = 0.3
 
 
@@ -19,7 +21,8 @@ class RolloutLoad:
     or raising. Calls timed out: of agents to the gateway. Constrained: calls that ask for
     answers of a form, and answers that have it. Answers from elsewhere: that agents go on after and
     have not asked for, but others have. Opponent tokens: of the generated ones,
-    those that are not trained on because the policy said them as its own opponent.
+    those that are not trained on because the policy said them as its own opponent. Drafted passes:
+    those of answers that may have drafts, each counted for its sequence.
     """
 
     seconds: float = 0.0
@@ -38,6 +41,9 @@ class RolloutLoad:
     answers_from_elsewhere: int = 0
     opponent_calls: int = 0
     opponent_tokens: int = 0
+    drafted_passes: int = 0
+    draft_tokens: int = 0
+    drafts_accepted: int = 0
     request_seconds: float = 0.0
     busy_seconds: float = 0.0
     running_max: int = 0
@@ -101,6 +107,13 @@ class LoadMeter(RolloutLoad):
         self._report = report
         self._report_due = 0.0
         self._started = self._changed = time.perf_counter()
+
+    def answered(self, completion: Completion) -> None:
+        """An answer was sampled."""
+        self.generated_tokens += len(completion.tokens)
+        self.drafted_passes += completion.drafts.passes
+        self.draft_tokens += completion.drafts.tokens
+        self.drafts_accepted += completion.drafts.accepted
 
     def requests_running(self, change: int) -> None:
         """So many more requests are in the engine; negative when they came back."""

@@ -243,6 +243,9 @@ def _load_metrics(tally: RolloutStats) -> dict[str, float]:
             rare[name] = float(count)
     if load.constrained_calls:
         rare["constrained_satisfied_share"] = load.constrained_satisfied / load.constrained_calls
+    if load.drafted_passes:
+        rare["draft_accepted_share"] = load.drafts_accepted / max(load.draft_tokens, 1)
+        rare["tokens_per_pass"] = 1 + load.drafts_accepted / load.drafted_passes
     return rare | {
         "episodes_failed": float(tally.failed),
         "episodes_retried": float(load.episodes_retried),

@@ -13,6 +13,7 @@ from typing import Generic
 
 import torch
 
+from earl_core.config.rollout import DraftsConfig
 from earl_core.rollout.engines.engine import GenerationRequest, check_requests
 from earl_core.rollout.engines.held_versions import HeldVersion, HeldVersions, Loaded
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
@@ -31,7 +32,7 @@ class EngineSettings:
     own position range. threads: how many of the allowed
     CPU cores compute; 0: all. float32_head: compute the logits in float32. adapter_rank: the
     largest of the pairs that versions are, beside the model directory's weights; None: versions are
-    whole weights.
+    whole weights. drafts: from past answers; None: there are none.
     """
 
     dtype: str = "float32"
@@ -42,6 +43,7 @@ class EngineSettings:
     float32_head: bool = False
     trust_remote_code: bool = False
     adapter_rank: int | None = None
+    drafts: DraftsConfig | None = None
 
 
 class BaseEngine(ABC, Generic[Loaded]):

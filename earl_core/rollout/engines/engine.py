@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.manifest import WeightsManifest
@@ -28,6 +28,22 @@ TopTokens = list[tuple[int, float]]
 """The most likely tokens at one place with their log-probs, the first first."""
 
 
+class Drafts(NamedTuple):
+    """What drafts did for an answer of an engine that makes some. passes: the forward passes that
+    its tokens were drawn after. tokens: of its drafts. accepted: those that were drawn, too."""
+
+    passes: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+    def and_(self, other: Drafts) -> Drafts:
+        """Both together."""
+        return Drafts(*map(sum, zip(self, other, strict=True)))
+
+
+NO_DRAFTS = Drafts()
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One answer to sample.
@@ -43,7 +59,7 @@ class GenerationRequest:
     beside each sampled one. `begun` is what an earlier request of this answer has sampled, which
     `tokens` does not have; the answer goes on after it and has it in front, and `max_tokens` counts
     it. `on_part` gets the answer as far as it is sampled whenever an engine that answers in parts
-    has a part of it.
+    has a part of it. Where `drafted` is false the answer neither gets drafts nor becomes one.
     """
 
     sequence_id: int
@@ -57,6 +73,7 @@ class GenerationRequest:
     top: int = 0
     begun: Completion | None = None
     on_part: OnPart | None = None
+    drafted: bool = True
 
     @property
     def sampled(self) -> list[int]:
@@ -84,7 +101,8 @@ class Completion:
     temperature 0 those of temperature 1); always finite. `model_context` means that the context
     ended the answer before its own budget did; `tokens` is then empty if the prompt filled it.
     `spans` cover the tokens in order, at least one of them; its end is 0 where there are no tokens.
-    `top` has an entry for each token where the request asks for it.
+    `top` has an entry for each token where the request asks for it. `drafts` counts those that
+    parts of the answer had in this engine.
     """
 
     tokens: list[int]
@@ -92,6 +110,7 @@ class Completion:
     finish_reason: EngineFinishReason
     spans: list[VersionSpan]
     top: list[TopTokens] = field(default_factory=list)
+    drafts: Drafts = NO_DRAFTS
 
     def followed_by(self, more: Completion) -> Completion:
         """The answer of which this is the beginning and the other one the rest."""
@@ -105,7 +124,8 @@ class Completion:
             elif end:
                 spans.append(VersionSpan(version, count + first, count + end))
         tokens, logprobs = self.tokens + more.tokens, self.logprobs + more.logprobs
-        return Completion(tokens, logprobs, more.finish_reason, spans, self.top + more.top)
+        top, drafts = self.top + more.top, self.drafts.and_(more.drafts)
+        return Completion(tokens, logprobs, more.finish_reason, spans, top, drafts)
 
     def ended_at(self, count: int) -> Completion:
         """The answer that its first tokens are, so many that one of them ended it."""

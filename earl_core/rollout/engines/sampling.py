@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from earl_core.rollout.engines.engine import (
+    NO_DRAFTS,
     Completion,
+    Drafts,
     EngineFinishReason,
     GenerationRequest,
     TopTokens,
@@ -35,11 +37,13 @@ class Sampling:
     top: list[TopTokens] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: EngineFinishReason | None = None
+    drafts: Drafts = NO_DRAFTS
 
     def __post_init__(self) -> None:
         if (begun := self.request.begun) is not None:
             self.tokens, self.logprobs = [*begun.tokens], [*begun.logprobs]
             self.spans, self.top = [s for s in begun.spans if s.end], [*begun.top]
+            self.drafts = begun.drafts
         if len(self.tokens) >= self.budget:
             self.finish_reason = self.exhausted
 
@@ -67,7 +71,7 @@ class Sampling:
             first = spans.pop().first
         if first < len(self.tokens) or not spans:
             spans.append(VersionSpan(version, first, len(self.tokens)))
-        return Completion(self.tokens, self.logprobs, reason, spans, self.top)
+        return Completion(self.tokens, self.logprobs, reason, spans, self.top, self.drafts)
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

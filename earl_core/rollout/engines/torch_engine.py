@@ -10,21 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from earl_core.config.rollout import MOST_DRAFT_TOKENS
 from earl_core.pretrained.float32_head import Float32Head
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.causal_model import NO_PAIRS, PairedLayers, Pairs, load_causal_model
+from earl_core.rollout.engines.drafting import Drafting
+from earl_core.rollout.engines.drawing import Drawing
 from earl_core.rollout.engines.engine import (
     OUT_OF_MEMORY_ADVICE,
     Completion,
     GenerationRequest,
     answer_budget,
 )
+from earl_core.rollout.engines.forward_pass import append
 from earl_core.rollout.engines.held_versions import HeldVersion
-from earl_core.rollout.engines.sampling import Sampling, sample, uniform
+from earl_core.rollout.engines.sampling import Sampling
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.rollout.errors import EngineError, WeightSyncError
 from earl_core.system.memory import OutOfMemory, guarded, is_out_of_memory
@@ -39,6 +42,7 @@ _T = TypeVar("_T")
 _PREFILL_TOKENS = 8192
 # Elements of one attention mask: bounds it (256 MB in float32) for long contexts.
 _MASK_ELEMENTS = 1 << 26
+_DRAFTED_LOGITS = 1 << 23
 
 
 class TorchEngine(BaseEngine[Pairs]):
@@ -69,6 +73,10 @@ class TorchEngine(BaseEngine[Pairs]):
         self._released = False
         self._under: tuple[int, str] | None = None
         self._peak_cache_bytes = 0
+        drafts = self._settings.drafts
+        self._drafting: Drafting | None = None
+        if drafts is not None:
+            self._drafting = Drafting(drafts.most_tokens, drafts.memory_bytes)
 
     async def start(self) -> None:
         """Load the model. Raises `EngineError` for a model this engine would answer wrongly."""
@@ -204,11 +212,13 @@ class TorchEngine(BaseEngine[Pairs]):
 
     def _answer(self, wave: list[Sampling]) -> None:
         """Sample the answers of one batch to their ends."""
+        assert self._under is not None
         by_id = {sampling.request.sequence_id: sampling for sampling in wave}
+        drawing = Drawing(wave, self._drafting, self._cancelled, self._under[0], self._totals)
         rows, logits = self._prefill(by_id)
         while True:
             running = [by_id[row.sequence_id] for row in rows]
-            self._sample_next(running, logits)
+            drawing.draw(rows, running, logits)
             active = sum(sampling.finish_reason is None for sampling in running)
             if not active:
                 return
@@ -217,9 +227,8 @@ class TorchEngine(BaseEngine[Pairs]):
                     [s.request.sequence_id for s in running if s.finish_reason is None]
                 )
                 running = [by_id[row.sequence_id] for row in rows]
-            # Answers that ended but still have a row ride along as padding.
-            pieces = [s.tokens[-1:] if s.finish_reason is None else [] for s in running]
-            logits = self._forward(rows, pieces)
+            pieces = drawing.pieces(rows, running, self._widest_draft(rows, logits.shape[1]))
+            logits = self._forward(rows, pieces, [max(1, len(piece)) for piece in pieces])
 
     def _prefill(self, by_id: dict[int, Sampling]) -> tuple[list[Row], torch.Tensor]:
         """Compute what is not cached of the prompts: their rows and last logits [rows, vocab]."""
@@ -241,7 +250,7 @@ class TorchEngine(BaseEngine[Pairs]):
             rows = self._cache.arrange(list(todo))
             width = self._chunk_width(rows, [len(todo[row.sequence_id]) for row in rows])
             pieces = [todo[row.sequence_id][:width] for row in rows]
-            logits = self._forward(rows, pieces)
+            logits = self._forward(rows, pieces, [1] * len(rows))
             for index, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
                 todo[row.sequence_id] = todo[row.sequence_id][len(piece) :]
                 if not todo[row.sequence_id]:
@@ -256,70 +265,34 @@ class TorchEngine(BaseEngine[Pairs]):
         if count * longest > 1.5 * sum(remaining):
             # One long prompt among short ones: finish the short ones first, without its padding.
             width = sorted(remaining)[count // 2]
-        visible = max(len(row.tokens) for row in rows) + width
-        limit = min(_PREFILL_TOKENS // count, _MASK_ELEMENTS // (count * visible))
-        return max(1, min(width, limit))
+        return max(1, min(width, self._widest(rows, width)))
 
-    def _forward(self, rows: list[Row], pieces: list[list[int]]) -> torch.Tensor:
-        """Append a piece of tokens to each row; logits [rows, vocabulary] after its last one."""
+    def _widest(self, rows: list[Row], width: int) -> int:
+        """Most tokens of each row that a pass may compute. width: how many it would like to."""
+        count, visible = len(rows), max(len(row.tokens) for row in rows) + width
+        return min(_PREFILL_TOKENS // count, _MASK_ELEMENTS // (count * visible))
+
+    def _widest_draft(self, rows: list[Row], vocabulary: int) -> int:
+        """The same where each token has logits, which are as many as a vocabulary is large."""
+        most = max(1, _DRAFTED_LOGITS // (len(rows) * vocabulary))
+        return min(most, self._widest(rows, MOST_DRAFT_TOKENS))
+
+    def _forward(
+        self, rows: list[Row], pieces: list[list[int]], drawn: Sequence[int]
+    ) -> torch.Tensor:
+        """Append a piece of tokens to each row; logits [their sum, vocabulary] after so many of its
+        last ones."""
         assert self._model is not None
         assert self._head is not None
-        width = max(len(piece) for piece in pieces)
-        lengths = np.array([len(piece) for piece in pieces])
-        starts = np.array([len(row.tokens) for row in rows])
-        tokens = np.zeros((len(rows), width), dtype=np.int64)
-        for index, piece in enumerate(pieces):
-            tokens[index, : len(piece)] = piece
-        valid = np.arange(width)[None, :] < lengths[:, None]
-        positions = np.where(valid, starts[:, None] + np.arange(width)[None, :], 0)
-        visible = int((starts + lengths).max())
-        columns = torch.from_numpy(positions).to(self._device)
-        self._cache.window(columns, torch.from_numpy(valid).to(self._device), visible)
-        hidden_from = torch.arange(visible, device=self._device) > columns[:, None, :, None]
-        mask = torch.zeros(hidden_from.shape, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(hidden_from, float("-inf"))
-        hidden = self._model.base_model(
-            input_ids=torch.from_numpy(tokens).to(self._device),
-            position_ids=columns,
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state
-        for row, piece in zip(rows, pieces, strict=True):
-            row.tokens.extend(piece)
-        last = torch.from_numpy(np.maximum(lengths - 1, 0)).to(self._device)
-        picked = hidden[torch.arange(len(rows), device=self._device), last]
-        return self._head(picked)
-
-    def _sample_next(self, running: list[Sampling], logits: torch.Tensor) -> None:
-        seeds = np.array([s.request.seed for s in running], dtype=np.uint64)
-        counters = np.array([len(s.tokens) for s in running], dtype=np.uint64)
-        temperatures = np.array([s.request.temperature for s in running], dtype=np.float64)
-        tokens, logprobs, every = sample(logits, temperatures, uniform(seeds, counters))
-        for sampling, row in zip(running, every, strict=True):
-            if sampling.request.top and sampling.finish_reason is None:
-                sampling.note_top(row)
-        for sampling, token, logprob in zip(
-            running, tokens.tolist(), logprobs.tolist(), strict=True
-        ):
-            if sampling.finish_reason is not None:
-                continue
-            if sampling.request.sequence_id in self._cancelled:
-                sampling.finish_reason = "cancelled"
-                continue
-            if not np.isfinite(logprob):
-                assert self._under is not None
-                raise EngineError(
-                    f"the model gave a log-prob of {logprob} at policy version "
-                    f"{self._under[0]}: its weights have diverged; lower the learning rate"
-                )
-            sampling.take(token, logprob)
-            self._totals["generated_tokens"] += 1
+        return self._head(append(self._model, self._cache, rows, pieces, drawn))
 
     def _forget_finished(self) -> None:
         if self._finished:
             self._cache.drop(list(self._finished))
             self._cancelled -= self._finished
+            if self._drafting is not None:
+                for sequence_id in self._finished:
+                    self._drafting.finish(sequence_id)
             self._finished.clear()
 
     @torch.no_grad()

@@ -153,7 +153,7 @@ class Session:
         tokens = prompt.tokens
         message, stopped_by = side.branches.answer(prompt, completion, call.stop)
         side.sampled += len(completion.tokens)
-        self._meter.generated_tokens += len(completion.tokens)
+        self._meter.answered(completion)
         self._meter.prompt_tokens += len(prompt.given)
         if side is self._policy:
             self._last = prompt.branch.samples[-1]

@@ -113,7 +113,9 @@ class Predictor:
         place = candidate.tensor_parallel, size, load
         if place not in self._engines:
             self._engines[place] = (
-                self.memory.torch_engine(sequences, load.longest, self._value)
+                self.memory.torch_engine(
+                    sequences, load.longest, self._value, self.given.rollout.drafts
+                )
                 if self._torch_engine
                 else self.memory.vllm(candidate, self.given.rollout.vllm, self._value)
             )

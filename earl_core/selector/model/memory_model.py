@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from operator import add
 from typing import NamedTuple
 
-from earl_core.config.rollout import VllmConfig
+from earl_core.config.rollout import DraftsConfig, VllmConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.activations import (
@@ -34,6 +34,9 @@ PREFILL_TOKENS = 8192
 
 MASK_ELEMENTS = 2**26
 """Numbers in the attention mask of the torch engine, at most."""
+
+DRAFTED_LOGITS = 2**23
+"""Logits of a pass over drafts, at most, unless its sequences alone have more."""
 
 ADAPTERS = 2
 """Versions of an adapter that an engine holds."""
@@ -159,7 +162,9 @@ class MemoryModel:
         twice = not self.shared and self.device.memory_bytes >= large * 2**30
         return 2 * PREFILL_TOKENS if twice else PREFILL_TOKENS
 
-    def torch_engine(self, sequences: float, longest: float, value: int) -> Memory:
+    def torch_engine(
+        self, sequences: float, longest: float, value: int, drafts: DraftsConfig | None = None
+    ) -> Memory:
         """The torch engine, whose cache grows with what it holds. sequences: in play at a time.
         longest: tokens of the longest. value: bytes of a number in the engine's dtype.
 
@@ -171,12 +176,13 @@ class MemoryModel:
         width = shape.hidden_size * (8 + value) + 3 * shape.feed_forward * value
         # The mask as numbers, and as the bits that it is made from.
         mask = min(float(MASK_ELEMENTS), tokens * longest) * (value + 1)
+        drawn = sequences * shape.vocabulary
         return Memory(
             weights=self.engine_weights(1, value),
             activations=tokens * width + mask,
             # Logits, two softmaxes, and the cumulated probabilities in float64.
-            logits=sequences * shape.vocabulary * (16.0 + value),
-            runtime=self.engine_runtime,
+            logits=(max(drawn, DRAFTED_LOGITS) if drafts else drawn) * (16.0 + value),
+            runtime=self.engine_runtime + (drafts.memory_bytes if drafts else 0),
             kv_cache=1.5 * sequences * longest * kv_bytes_per_token(shape, 1, value),
         )
 
