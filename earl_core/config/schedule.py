@@ -17,7 +17,8 @@ class ReplayConfig(Settings):
     share: float = Field(
         description="Part of an iteration's groups that were trained before, at most: besides its "
         "`rollout.prompts_per_iteration` new groups a batch has floor(share / (1 - share) * "
-        "prompts_per_iteration) of the newest old ones, or as many as there are. Above 0, below 1."
+        "prompts_per_iteration) of the newest old ones, no more than max_age * "
+        "prompts_per_iteration, or as many as there are. Above 0, below 1."
     )
 
     max_age: int = Field(
@@ -39,8 +40,9 @@ class ReplayConfig(Settings):
 
     def groups(self, prompts: int) -> int:
         """Groups that are trained again beside so many new ones, at most."""
-        # What rounding takes from a whole number is no group.
-        return math.floor(self.share * prompts / (1 - self.share) + 1e-9)
+        # What rounding takes from a whole number is no group. Older batches are too old.
+        share = math.floor(self.share * prompts / (1 - self.share) + 1e-9)
+        return min(share, self.max_age * prompts)
 
     def check(self, staleness: int, prompts: int) -> None:
         """Raise `ValueError` where no group could be trained again, or none that took long.

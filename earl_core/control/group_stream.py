@@ -356,6 +356,7 @@ class GroupStream:
         if stats.failures:
             outputs["failures"] = redact_tree(stats.failures)
         entries = self._batches.entries([*groups, *again])
+        own, episodes = sum(bool(each.shards) for each in groups), merged(again).episodes
         return {
             "shards": [entry.model_dump(mode="json") for entry in entries],
             "outputs": outputs,
@@ -365,6 +366,6 @@ class GroupStream:
                 "groups_carried": float(carried_over),
                 "groups_anew": float(anew),
                 "groups_resumed": float(resumed),
-                **replay_metrics(self._config, again, iteration, merged(again).episodes),
+                **replay_metrics(self._config, again, iteration, episodes, own),
             },
         }

@@ -56,7 +56,8 @@ class ExperienceWorker(RunWorker):
 
         shards_of: the name that the shards begin with. before: episodes that the iteration has
         scored already, among which failures count. scored: references to rewards of earlier
-        iterations, whose scores groups that are trained again keep. Raises as `Scorer.score` does.
+        iterations, whose scores groups that are trained again keep; what functions could not score
+        in its own iteration is not asked for again. Raises as `Scorer.score` does.
         """
         started, settings = time.perf_counter(), self._config.reward
         given, tally = None, ScoreTally()
@@ -66,13 +67,20 @@ class ExperienceWorker(RunWorker):
             if not len(batch):
                 return {**self._result([], {}, 0, started), "scores": {}, "groups": {}}
             if settings.functions:
-                known = self._known_scores(rollout, scored)
-                asked = [e for e in scored_episodes(batch) if e["episode_id"] not in known]
-                scores = await self._unless_cancelled(self._scorer.score(asked, before + len(new)))
-                given, tally = known | scores.given, scores.tally(scores.given.keys() - {*new})
+                known, settled = self._known_scores(rollout, scored)
+                asked = [
+                    each
+                    for each in scored_episodes(batch)
+                    if each["episode_id"] not in known and each["group_id"] not in settled
+                ]
+                again = {each["episode_id"] for each in asked}.difference(new.tolist())
+                scores = await self._unless_cancelled(
+                    self._scorer.score(asked, before + len(new), without=again)
+                )
+                given, tally = known | scores.given, scores.tally(again)
             own = self._config.own_weight if self._config.mixture else None
-            again = replayed_groups(rollout)
-            rows, metrics, episodes = reward_rows(batch, settings, given, own, again)
+            old = replayed_groups(rollout)
+            rows, metrics, episodes = reward_rows(batch, settings, given, own, old)
             learnt = group_returns(batch, rows) if self._config.curriculum else {}
             groups: dict[str, Any] = {}
             if self._config.rollout.filters_groups:
@@ -86,19 +94,23 @@ class ExperienceWorker(RunWorker):
 
     def _known_scores(
         self, rollout: Manifest, scored: Sequence[dict[str, Any]]
-    ) -> dict[int, dict[str, float]]:
-        """The scores that the episodes of groups that are trained again have already. scored: as of
-        `reward`."""
+    ) -> tuple[dict[int, dict[str, float]], set[int]]:
+        """The scores that the episodes of groups that are trained again have already; and the
+        groups among these whose other episodes could not be scored in their own iteration. scored:
+        as of `reward`."""
         known: dict[int, dict[str, float]] = {}
         again = np.setdiff1d(sample_ids(rollout), sample_ids(new_rows(rollout)))
         everyone = Layout(ranks_per_replica=self._context.world_size, hosts=self._hosts)
+        homes = set()
         for rewards in self._manifests(list(scored)):
+            homes.add(rewards.iteration)
             rows = np.intersect1d(again, sample_ids(rewards))
             plan = plan_rows(join([rewards], ("scores",), rows), everyone)
             with self._shards.open(plan, self._context.rank) as batch:
                 episodes = (batch.rows >> SAMPLE_BITS).tolist()
                 known |= dict(zip(episodes, map(json.loads, batch.strings("scores")), strict=True))
-        return known
+        size = self._config.rollout.prompts_per_iteration
+        return known, {group for group in replayed_groups(rollout) if group // size in homes}
 
     async def close(self) -> None:
         """End the processes of the reward functions."""

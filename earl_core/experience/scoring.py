@@ -21,7 +21,7 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,10 +51,14 @@ class Scores:
 
     def tally(self, without: Collection[int] = ()) -> ScoreTally:
         """Tally the scores, in an order that does not depend on which was ready first. without:
-        episodes whose scores do not count."""
+        episodes that do not count, be they scored or not."""
         counted = (each for each in sorted(self.given.items()) if each[0] not in without)
         numbers = [{**given, **self.metrics[at]} for at, given in counted]
-        return ScoreTally.of(numbers, self.failures)
+        return ScoreTally.of(numbers, self.failed(without))
+
+    def failed(self, without: Collection[int] = ()) -> dict[int, str]:
+        """The failures but those of some episodes."""
+        return {number: why for number, why in self.failures.items() if number not in without}
 
 
 def scored_episodes(batch: Batch) -> list[dict[str, Any]]:
@@ -134,17 +138,26 @@ class Scorer:
         self._numbers = itertools.count()
 
     async def score(
-        self, episodes: Sequence[Mapping[str, Any]], of_episodes: int, titles: Collection[str] = ()
+        self,
+        episodes: Sequence[Mapping[str, Any]],
+        of_episodes: int,
+        titles: Collection[str] = (),
+        without: Collection[int] = (),
     ) -> Scores:
         """Ask every function for its scores of these episodes.
 
         of_episodes: how many the iteration has, in all ranks. titles: the functions that are asked;
-        none: those of each episode's environment. Raises `EarlError` as soon as more of
-        them have failed than may, `ConfigError` when the functions cannot be run.
+        none: those of each episode's environment. without: episodes that are not among
+        `of_episodes`, whose failures do not count. Raises `EarlError` as soon as more of the others
+        have failed than may, `ConfigError` when the functions cannot be run.
         """
         if self._pool is None:
             await self._start()
         found, slots = Scores(), asyncio.Semaphore(self._config.reward.concurrency)
+
+        def check() -> None:
+            ScoreTally.of([], found.failed(without)).check(of_episodes, self._config)
+
         try:
             async with asyncio.TaskGroup() as group:
                 for episode in episodes:
@@ -153,7 +166,7 @@ class Scorer:
                         for place, each in enumerate(self._config.reward.functions)
                         if (each.title in titles if titles else each.scores(episode["environment"]))
                     ]
-                    group.create_task(self._episode(episode, asked, found, slots, of_episodes))
+                    group.create_task(self._episode(episode, asked, found, slots, check))
         except BaseExceptionGroup as errors:
             # The others were cancelled for it.
             raise errors.exceptions[0] from None
@@ -199,7 +212,7 @@ class Scorer:
         asked: Sequence[int],
         found: Scores,
         slots: asyncio.Semaphore,
-        of_episodes: int,
+        check: Callable[[], None],
     ) -> None:
         functions, number = self._config.reward.functions, episode["episode_id"]
         text = json.dumps(episode)
@@ -210,7 +223,7 @@ class Scorer:
             label = functions[place].title
             if isinstance(result, EnvironmentFailed):
                 found.failures[number] = f"{label}: {result.reason}: {result.detail.strip()}"
-                ScoreTally.of([], found.failures).check(of_episodes, self._config)
+                check()
                 return
             given[label] = result.reward
             told = result.info["metrics"]

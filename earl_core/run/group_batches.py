@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import islice
 
 from earl_core.config.stage_keys import stage_key
-from earl_core.dispatch import Manifest, ManifestError, ShardEntry
+from earl_core.dispatch import Manifest, ManifestError, PoolFull, ShardEntry
 from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.directory import RunDirectory
@@ -26,6 +26,7 @@ class GroupBatches:
         self._run, self._size = run, run.config.rollout.prompts_per_iteration
         self._journal = run.groups
         self._sealed: dict[int, SealedGroup] | None = None
+        self._full = False
         self.anew = 0
 
     def __contains__(self, group: int) -> bool:
@@ -37,8 +38,11 @@ class GroupBatches:
         first = self._first(min(self._run.last_stable() + 1, iteration))
         self._sealed = {g: each for g, each in self._known.items() if g >= first}
         self._journal.since(first)
+        self._full = False
         # An update that was done again may have made others of a version, since they were read.
-        self.play_anew([each for each in self.of(iteration) if not fits(self._run, each.versions)])
+        known: dict[int, str | None] = {}
+        own = self.of(iteration)
+        self.play_anew([each for each in own if not fits(self._run, each.versions, known)])
 
     def key(self, iteration: int) -> str:
         """The key of the settings that play the groups of the iteration's batch."""
@@ -58,7 +62,8 @@ class GroupBatches:
         return [self._known[each] for each in self._batch(iteration) if each in self._known]
 
     def replayed(self, iteration: int) -> list[SealedGroup]:
-        """The groups of earlier batches that the iteration trains again, the newest first.
+        """The groups of earlier batches that the iteration trains again, the newest first, beside
+        those of its own that have rows. None whose columns are others, as of an older release.
 
         Their numbers alone say which is newer: a group that took long has older tokens than others
         of its batch, and is not to be left behind for that.
@@ -66,13 +71,18 @@ class GroupBatches:
         replay = self._run.config.schedule.replay
         if replay is None:
             return []
+        own = [each for each in self.of(iteration) if each.shards]
+        alike = {columns for each in own for columns in _columns(each)}
         before = sorted((g for g in self._known if g < iteration * self._size), reverse=True)
         found = (
             each
             for each in map(self._known.__getitem__, before)
-            if each.shards and age_of(each, iteration) <= replay.max_age and self._is_whole(each)
+            if each.shards
+            and age_of(each, iteration) <= replay.max_age
+            and _columns(each) <= alike
+            and self._is_still_whole(each)
         )
-        return list(islice(found, replay.groups(self._size)))
+        return list(islice(found, replay.groups(len(own))))
 
     def entries(self, groups: Sequence[SealedGroup]) -> tuple[ShardEntry, ...]:
         """The shards of the groups, which have each row once and the same columns. Raises
@@ -102,10 +112,12 @@ class GroupBatches:
             covered = self._run.last_stable() + 1
             lines = self._journal.since(self._first(covered)).values()
             found = [each for each in lines if each.tally is not None]
-            usable = {each.group: each for each in found if self._is_usable(each)}
+            first = covered * self._size
+            known: dict[int, str | None] = {}
+            usable = {each.group: each for each in found if self._is_usable(each, first, known)}
             self._sealed = usable
             # What is trained for good is not played again, whatever became of it.
-            later = [each for each in found if each.group >= covered * self._size]
+            later = [each for each in found if each.group >= first]
             self.play_anew([each for each in later if each.group not in usable])
         return self._sealed
 
@@ -113,18 +125,34 @@ class GroupBatches:
         """The first group that the iteration and later ones may train."""
         return first_kept(iteration, self._run.config.schedule.trained_again) * self._size
 
-    def _is_usable(self, group: SealedGroup) -> bool:
+    def _is_usable(self, group: SealedGroup, first: int, known: dict[int, str | None]) -> bool:
         """Tell whether it was played by these settings, its shards are there, and the run has
-        published the weights that sampled it, none of them too old."""
+        published the weights that sampled it, none of them too old. first: the first group that is
+        not trained for good. known: as of `fits`."""
         batch = group.group // self._size
         if group.key != self.key(batch) or is_old(self._run, batch, group.versions):
             return False
-        return self._is_whole(group, checksum=True) and fits(self._run, group.versions)
+        is_whole = self._is_whole if group.group >= first else self._is_still_whole
+        return fits(self._run, group.versions, known) and is_whole(group, checksum=True)
 
     def _is_whole(self, group: SealedGroup, checksum: bool = False) -> bool:
         with suppress(ManifestError, SpillError):
             for entry in group.shards:
                 self._run.check_shard(entry, checksum)
+            return True
+        return False
+
+    def _is_still_whole(self, group: SealedGroup, checksum: bool = False) -> bool:
+        """As `_is_whole`, of a group that was trained and need not come back: not where there is no
+        room for it. Nor does another then, before the next batch, because each would wait."""
+        if not self._full:
+            try:
+                return self._is_whole(group, checksum)
+            except PoolFull:
+                self._full = True
+        with suppress(ManifestError):
+            for entry in group.shards:
+                self._run.stores.verify(entry, checksum=checksum)
             return True
         return False
 
@@ -147,16 +175,27 @@ def is_old(run: RunDirectory, iteration: int, versions: Iterable[int]) -> bool:
     return min(versions, default=iteration) < iteration - run.config.schedule.staleness
 
 
-def fits(run: RunDirectory, versions: Mapping[int, str]) -> bool:
+def _columns(group: SealedGroup) -> set[frozenset[tuple[str, str, str | None]]]:
+    """Names, types and axes of the columns of each of its shards."""
+    return {
+        frozenset((name, column.dtype, column.axis) for name, column in entry.columns.items())
+        for entry in group.shards
+    }
+
+
+def fits(
+    run: RunDirectory, versions: Mapping[int, str], known: dict[int, str | None] | None = None
+) -> bool:
     """Tell whether these are the weights that the run has published under these versions. versions:
-    their digests."""
-    with suppress(ManifestError):
-        places = {version: run.versions.publication(version) for version in versions}
-        return all(
-            run.manifest(*places[version]).outputs["digest"] == digest
-            for version, digest in versions.items()
-        )
-    return False
+    their digests. known: the digests that calls for other groups have found, None for a version
+    without; it gets those that this one finds."""
+    published = {} if known is None else known
+    for version in versions.keys() - published.keys():
+        published[version] = None
+        with suppress(ManifestError):
+            found = run.manifest(*run.versions.publication(version))
+            published[version] = str(found.outputs["digest"])
+    return all(published[version] == digest for version, digest in versions.items())
 
 
 def misfit(run: RunDirectory, collected: Manifest) -> str:

@@ -31,17 +31,17 @@ def replay_outputs(config: RunConfig, groups: Sequence[SealedGroup]) -> dict[str
 
 
 def replay_metrics(
-    config: RunConfig, groups: Sequence[SealedGroup], iteration: int, episodes: int
+    config: RunConfig, groups: Sequence[SealedGroup], iteration: int, episodes: int, own: int
 ) -> dict[str, float]:
-    """Metrics of a batch that trains these groups again. episodes: theirs."""
+    """Metrics of a batch that trains these groups again. episodes: theirs. own: groups that are
+    trained for the first time, which have rows."""
     if config.schedule.replay is None:
         return {}
     ages = [age_of(each, iteration) for each in groups]
-    own = config.rollout.prompts_per_iteration
     metrics = {
         "groups_replayed": float(len(groups)),
         "episodes_replayed": float(episodes),
-        "replayed_share": len(groups) / (own + len(groups)),
+        "replayed_share": len(groups) / max(1, own + len(groups)),
     }
     if ages:
         metrics |= {"replayed_age_mean": sum(ages) / len(ages), "replayed_age_max": max(ages)}

@@ -121,6 +121,10 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
     if prompts is not None:
         rollout["prompts_per_iteration"] = prompts
         notes.append(f"{prompts} prompts an iteration, {config.rollout.group_size} episodes each")
+    schedule = config.schedule
+    if prompts and schedule.replay is not None and not schedule.replay.groups(prompts):
+        schedule = schedule.model_copy(update={"replay": None})
+        notes.append("no group is trained again: schedule.replay.share of so few is less than one")
     patient = {"call_timeout_seconds": None, "episode_timeout_seconds": None}
     environment = config.environment and config.environment.model_copy(update=patient)
     untracked = {"enabled": False, "keep_episodes": "none"}
@@ -129,6 +133,7 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
         "environments": tuple(each.model_copy(update=patient) for each in config.environments),
         "rollout": config.rollout.model_copy(update=rollout),
         "stages": StagesConfig(rollout=RolloutStage(), update=alone),
+        "schedule": schedule,
         "selector": SelectorConfig(policy="fixed"),
         "cluster": ClusterConfig(),
         "experience": ExperienceConfig(),

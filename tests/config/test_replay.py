@@ -6,6 +6,7 @@ import pytest
 
 from earl_core.config import ConfigError, parse_config
 from earl_core.config.schedule import ReplayConfig
+from flows.cli.debugging import for_one_process
 from tests.config.test_config import streaming, with_
 
 STREAM = {"staleness": 2, "mode": "stream"}
@@ -62,9 +63,23 @@ def test_replay_that_cannot_work_is_refused(raw: dict[str, object], message: str
     ],
 )
 def test_a_share_is_of_the_whole_batch(share: float, prompts: int, groups: int) -> None:
-    replay = ReplayConfig(share=share, max_age=1)
+    replay = ReplayConfig(share=share, max_age=3)
     assert replay.groups(prompts) == groups
+    # No more groups are young enough.
+    assert ReplayConfig(share=share, max_age=1).groups(prompts) == min(groups, prompts)
     assert groups / (prompts + groups) <= share < (groups + 1) / (prompts + groups + 1)
+
+
+def test_too_few_prompts_for_a_share_are_debugged_without_replay() -> None:
+    """Workers parse what `earl debug` has made of the configuration."""
+    raw = replaying(share=0.25)
+    raw["rollout"] = {**streaming()["rollout"], "prompts_per_iteration": 12}
+    config = parse_config(raw)
+    few, notes = for_one_process(config, 2)
+    assert parse_config(few.model_dump(mode="json")).schedule.replay is None
+    assert any(note.startswith("no group is trained again") for note in notes)
+    for prompts in (3, None):
+        assert for_one_process(config, prompts)[0].schedule == config.schedule
 
 
 def test_replay_is_part_of_the_schedule() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,6 @@ from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.reward import merge_rewards, reward_rows
 from earl_core.experience.scoring import Scorer, Scores, scored_episodes
 from earl_core.run import RunDirectory
-from earl_core.run.run_stores import run_store
 from earl_core.system.errors import Cancelled, ConfigError, EarlError
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
@@ -263,11 +264,11 @@ def test_a_curriculum_learns_from_the_whole_reward(tmp_path: Path) -> None:
     assert returns["b"].spreads.mean == pytest.approx(abs(reward(8) - reward(9)) / 2)
 
 
-async def test_scoring_ends_when_its_call_is_cancelled(tmp_path: Path) -> None:
-    config = configuration(tmp_path, {"functions": [BY_NUMBER]})
+@asynccontextmanager
+async def rank_alone(
+    tmp_path: Path, config: RunConfig
+) -> AsyncIterator[tuple[RunDirectory, ExperienceWorker, WorkerContext]]:
     run = RunDirectory.open(config)
-    store = run_store(run.path, config)
-    rollout = run.seal(rolled_out(store)).model_dump(mode="json")
     context = WorkerContext(0, 1, "experience", tmp_path / "experience-0.log", stage="reward")
     worker = ExperienceWorker(
         context,
@@ -276,15 +277,62 @@ async def test_scoring_ends_when_its_call_is_cancelled(tmp_path: Path) -> None:
         run_directory=str(run.path),
     )
     try:
+        yield run, worker, context
+    finally:
+        await worker.close()
+        run.finish()
+        run.close()
+
+
+async def test_scoring_ends_when_its_call_is_cancelled(tmp_path: Path) -> None:
+    config = configuration(tmp_path, {"functions": [BY_NUMBER]})
+    async with rank_alone(tmp_path, config) as (run, worker, context):
+        rollout = run.seal(rolled_out(run.store)).model_dump(mode="json")
         scoring = asyncio.create_task(worker.reward([rollout]))
         await asyncio.sleep(0.1)
         context.cancelled.set()
         with pytest.raises(Cancelled, match="the reward was cancelled"):
             await scoring
-    finally:
-        await worker.close()
-        run.finish()
-        run.close()
+
+
+async def test_what_failed_in_its_own_iteration_is_no_failure_of_later_ones(
+    tmp_path: Path,
+) -> None:
+    """One of four episodes each time, beside which old ones are trained again: it is not asked for
+    again, or, where the rewards of its own iteration are lost, does not count."""
+    seen = tmp_path / "seen.txt"
+    noted = {"function": f"{HERE}:turns", "options": {"seen": str(seen)}}
+    limits = {"retries": 0, "max_failed_share": 0.3}
+    config = configuration(tmp_path, {"functions": [noted, BY_NUMBER], **limits})
+
+    async with rank_alone(tmp_path, config) as (run, worker, _):
+
+        def shard(iteration: int, episodes: list[Episode]) -> ShardEntry:
+            rows = rollout_rows(episodes)
+            return run.store.publish(
+                stage="collect", iteration=iteration, rank=0, schema=ROLLOUT_SCHEMA, rows=rows
+            )
+
+        def reference(stage: str, iteration: int, *shards: ShardEntry, **outputs: Any) -> Any:
+            changes = {"run": run.uid, "iteration": iteration, "outputs": outputs}
+            manifest = sealed(stage, list(shards)).model_copy(update=changes)
+            return run.seal(manifest).model_dump(mode="json")
+
+        old = shard(0, [told(number, number // 8) for number in (0, 1, 8, 9)])
+        new = shard(1, [told(number, 4 + number // 8) for number in (2, 7, 10, 11)])
+        home = await worker.reward([reference("collect", 0, old)])
+        assert merge_rewards([home], config)["metrics"]["episodes_failed"] == 1
+        entries = [ShardEntry.model_validate(entry) for entry in home["shards"]]
+        again = {"groups": [0, 1], "files": [old.file], "versions": {}}
+        batch = reference("collect", 1, old, new, replayed=again)
+        for rewards, asked in (([reference("reward", 0, *entries)], 1), ([], 2)):
+            found = await worker.reward([batch], scored=rewards)
+            merged = merge_rewards([found], config)
+            assert found["weight"] == 3
+            assert merged["metrics"]["episodes_failed"] == 1
+            rows = {row >> SAMPLE_BITS for each in found["shards"] for row in each["row_ids"]}
+            assert rows == {0, 8, 9, 7, 10, 11}
+            assert seen.read_text().split().count("1") == asked
 
 
 def test_too_many_failures_fail_the_stage_with_examples(tmp_path: Path) -> None:

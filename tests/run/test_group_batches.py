@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from earl_core.config.schedule import ReplayConfig
-from earl_core.dispatch import Manifest
+from earl_core.dispatch import Manifest, PoolFull
 from earl_core.run import RunDirectory
 from earl_core.run.group_batches import GroupBatches, misfit
 from earl_core.run.group_journal import NAME, SealedGroup
-from earl_core.run.replay import new_rows, replay_outputs, replayed_groups
+from earl_core.run.replay import new_rows, replay_metrics, replay_outputs, replayed_groups
 from earl_core.trajectory.samples import rollout_rows
-from earl_core.trajectory.schema import GROUP_SCHEMA
+from earl_core.trajectory.schema import GROUP_SCHEMA, ROLLOUT_SCHEMA
 from tests.kept import game
 from tests.run.test_run_directory import config_in
 
 SIZE = 4
 
 
-def opened(directory: Path, replay: ReplayConfig | None = None, **sampling: object) -> RunDirectory:
-    config = config_in(directory)
+def opened(
+    directory: Path,
+    replay: ReplayConfig | None = None,
+    dispatch: dict[str, object] | None = None,
+    **sampling: object,
+) -> RunDirectory:
+    place = {"directory": str(directory / "shm"), **(dispatch or {})}
+    config = config_in(directory, dispatch=place)
     rollout = config.rollout.model_copy(update={"prompts_per_iteration": SIZE, **sampling})
     mode = {"mode": "stream", "staleness": 1, "replay": replay}
     schedule = config.schedule.model_copy(update=mode)
@@ -46,13 +54,15 @@ def publish(run: RunDirectory, version: int, digest: str) -> None:
     )
 
 
-def sealed(run: RunDirectory, group: int, versions: dict[int, str]) -> SealedGroup:
+def sealed(
+    run: RunDirectory, group: int, versions: dict[int, str], schema: Any = GROUP_SCHEMA
+) -> SealedGroup:
     entry = run.store.publish(
         stage="collect",
         iteration=group // SIZE,
         rank=group,
-        schema=GROUP_SCHEMA,
-        rows=rollout_rows([game(group)], GROUP_SCHEMA),
+        schema=schema,
+        rows=rollout_rows([game(group)], schema),
     )
     return SealedGroup(
         group=group,
@@ -185,8 +195,11 @@ def test_groups_are_trained_again_the_newest_first_until_they_are_too_old(tmp_pa
     assert batches.replayed(0) == []
     collected(run, batches, 0)
     publish(run, 1, "b")
-    assert numbers(batches.replayed(1)) == [3, 2, 1, 0]
     batches.seal([sealed(run, 6, {0: "a", 1: "b"}), sealed(run, 7, {1: "b"})])
+    # Group 5 has no row: the share is of three new ones.
+    again = batches.replayed(1)
+    assert numbers(again) == [3, 2, 1, 0]
+    assert replay_metrics(run.config, again, 1, 8, own=3)["replayed_share"] == 4 / 7
     sealed_1 = collected(run, batches, 1)
     assert replayed_groups(sealed_1) == (0, 1, 2, 3)
     end(run, 1)
@@ -195,6 +208,8 @@ def test_groups_are_trained_again_the_newest_first_until_they_are_too_old(tmp_pa
     batches.settle(2)
     # Group 9 is of this batch; group 5 has no row. Six at most, and none too old.
     assert numbers(batches.replayed(2)) == [7, 6, 4, 3, 2, 1]
+    assert batches.replayed(3) == []
+    batches.seal([sealed(run, group, {2: "c"}) for group in range(12, 16)])
     assert numbers(batches.replayed(3)) == [11, 10, 9, 8, 7]
     run.store.release(batches.replayed(2)[0].shards[0])
     run.store.pool.trim()
@@ -205,14 +220,14 @@ def test_groups_are_trained_again_the_newest_first_until_they_are_too_old(tmp_pa
     assert [entry.row_ids[0] >> 16 for entry in new_rows(manifest).shards] == [8, 9, 10, 11]
     run.close()
 
-    again = opened(tmp_path, REPLAY)
-    batches = GroupBatches(again)
+    following = opened(tmp_path, REPLAY)
+    batches = GroupBatches(following)
     # What is trained for good and lost is not played anew.
     assert batches.anew == 0
     assert numbers(batches.replayed(2)) == [6, 4, 3, 2, 1, 0]
-    assert misfit(again, manifest) == ""
-    assert len(list(again.store.directory.glob("*.arrow"))) == 4 + 2 + 4
-    again.close()
+    assert misfit(following, manifest) == ""
+    assert len(list(following.store.directory.glob("*.arrow"))) == 4 + 2 + 4 + 4
+    following.close()
     for other in (None, ReplayConfig(share=0.6, max_age=3)):
         changed = opened(tmp_path, other)
         assert misfit(changed, manifest) == "schedule.replay has changed"
@@ -235,4 +250,49 @@ def test_shards_of_groups_go_when_no_later_iteration_may_train_them(tmp_path: Pa
         first = max(0, k + 1 - REPLAY.max_age) * SIZE
         own = {e.file for g in range(first, (k + 1) * SIZE) for e in batches._known[g].shards}
         assert there == own
+    run.close()
+
+
+def test_groups_of_other_columns_are_not_trained_again(tmp_path: Path) -> None:
+    run = opened(tmp_path, REPLAY)
+    batches = GroupBatches(run)
+    old = [sealed(run, g, {0: "a"}, ROLLOUT_SCHEMA if g == 2 else GROUP_SCHEMA) for g in range(4)]
+    batches.seal([*old, *(sealed(run, group, {0: "a"}) for group in range(4, 8))])
+    assert numbers(batches.replayed(1)) == [3, 1, 0]
+    assert len(collected(run, batches, 1).shards) == 4 + 3
+    run.close()
+
+
+def test_an_old_group_for_which_there_is_no_room_is_not_trained_again(tmp_path: Path) -> None:
+    """The spill has it. One that was not trained yet is needed, and says that memory is full."""
+    spill = {"durability": "spill", "spill_url": f"file://{tmp_path}/spill"}
+    run = opened(tmp_path, REPLAY, {**spill, "max_bytes": 4 * 2**20, "wait_seconds": 0.3})
+    publish(run, 0, "a")
+    batches = GroupBatches(run)
+    batches.seal([sealed(run, group, {0: "a"}) for group in range(8)])
+    assert run.spill is not None
+    run.spill.submit([entry for each in batches.of(0) for entry in each.shards])
+    assert run.spill.drain(60)
+    for each in batches.of(0)[2:]:
+        run.store.release(each.shards[0])
+    run.store.pool.trim()
+    taken = []
+    for size in (2**20, batches.of(0)[3].shards[0].bytes):
+        with suppress(PoolFull):
+            while True:
+                taken.append(run.store.pool.acquire(size))
+    assert numbers(batches.replayed(1)) == [1, 0]
+    with pytest.raises(PoolFull):
+        assert 0 in GroupBatches(run)
+    end(run, 0)
+    later = GroupBatches(run)
+    assert [group for group in range(8) if group in later] == [0, 1, 4, 5, 6, 7]
+    assert later.anew == 0
+    for segment in taken:
+        segment.abandon()
+    run.store.pool.trim()
+    # Room is looked for anew before each batch.
+    assert numbers(batches.replayed(1)) == [1, 0]
+    batches.settle(1)
+    assert numbers(batches.replayed(1)) == [3, 2, 1, 0]
     run.close()
