@@ -84,17 +84,12 @@ def check_deal(rollout: RolloutConfig, kept: int | str) -> None:
         )
 
 
-def check_stream(
-    rollout: RolloutConfig, agents: Sequence[str], imitates: bool, learns: bool
-) -> None:
+def check_stream(rollout: RolloutConfig, imitates: bool, learns: bool) -> None:
     """Raise `ValueError` for settings that groups which go on under newer weights cannot have.
 
-    agents: environments of agents. imitates, learns: first iterations imitate, and a curriculum
-    divides the prompts.
+    imitates, learns: first iterations imitate, and a curriculum divides the prompts.
     """
     problems = {
-        f"agents ({', '.join(agents)}), whose time limits run on while their engine is away: let "
-        "EARL's own loop play": bool(agents),
         f"rollout.alike_groups `{rollout.alike_groups}`: leave it out": rollout.filters_groups,
         f"rollout.deal `{rollout.deal}`, because groups go in order to whichever engine has room: "
         "leave it out": rollout.deal != "contiguous",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,11 @@ class EnvironmentPools:
         """Start the environment's pool, if that was not done. concurrency: how many episodes it
         plays at a time. Raises what the pool does."""
         await self._pool(environment, concurrency)
+
+    def hold(self, episodes: Collection[int]) -> None:
+        """Let no time pass for these episodes, and for all others, as `EnvironmentPool.hold`."""
+        for pool in self._pools.values():
+            pool.hold(episodes)
 
     def can_replay(self, environment: EnvironmentConfig) -> bool:
         """Tell whether episodes that were played here can be played again from their answers."""

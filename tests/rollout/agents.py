@@ -72,6 +72,21 @@ async def two_at_once(task: dict[str, Any], base_url: str, api_key: str) -> floa
     return 1.0
 
 
+async def talking(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A conversation of some turns, many for one task in `every`; odd digits in answers are good.
+    The same connection, and no request comes twice."""
+    api = client(base_url, api_key)
+    turns = task.get("long", 3) if task["index"] % task.get("every", 1) == 0 else 2
+    messages: list[Any] = [{"role": "user", "content": "free: 1 2 3"}]
+    reward = 0.0
+    for _ in range(turns):
+        text = await ask(api, messages)
+        reward += bool(set(text) & set("13579"))
+        messages += [{"role": "assistant", "content": text}]
+        messages += [{"role": "user", "content": "free: 1"}]
+    return reward / turns
+
+
 async def unreliable(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     """What it does wrong follows from the task."""
     api = client(base_url, api_key)
