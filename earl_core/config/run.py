@@ -236,7 +236,7 @@ class RunConfig(Settings):
         check_deal(rollout, self.tracking.keep_episodes)
         self.schedule.check(self.iterations, corrected)
         if self.schedule.streams:
-            check_stream(rollout, self.imitation is not None, self.curriculum is not None)
+            check_stream(rollout, self.imitation is not None)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages, self, self.schedule.staleness)

@@ -132,7 +132,7 @@ def test_agents_are_played_anew_after_a_stop_and_said_to_be(setting: Setting) ->
     assert [None if each is None else each.episodes for each in files] == [None] * 3
     assert [each is None for each in files] == [False, False, True]
     assert resumed == []
-    assert {each["group"]: each["versions"] for each in groups} == dict.fromkeys(GROUPS, [1])
+    assert {each["group"]: each["versions"] for each in groups} == {group: [1] for group in GROUPS}
     assert len(rows(setting, groups)) == 2 * len(GROUPS)
 
 
