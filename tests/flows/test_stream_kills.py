@@ -52,16 +52,16 @@ def processes(runs: Runs, controller: Process) -> Iterator[tuple[str, int]]:
 
 
 def kill_one(runs: Runs, controller: Process, chance: random.Random, run: Path) -> str:
-    """Kill a process of a kind that is drawn; the kind, empty where there is none now."""
-    if not (run / "groups.jsonl").exists():
+    """Kill a process of a kind that is drawn; the kind, empty where nothing plays yet."""
+    there: dict[str, list[int]] = {}
+    for kind, pid in processes(runs, controller):
+        there.setdefault(kind, []).append(pid)
+    if "environment host" not in there or not (run / "groups.jsonl").exists():
         return ""
-    wanted = chance.choice(KINDS)
-    there = sorted(pid for kind, pid in processes(runs, controller) if kind == wanted)
-    if not there:
-        return ""
+    kind = chance.choice(sorted(there))
     with suppress(ProcessLookupError):
-        os.kill(chance.choice(there), signal.SIGKILL)
-        return wanted
+        os.kill(chance.choice(sorted(there[kind])), signal.SIGKILL)
+        return kind
     return ""
 
 
