@@ -24,6 +24,8 @@ from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, EpisodeSpec
 
+_PARKED = "parked "
+
 
 class EnvironmentPools:
     """A pool for each environment and options that were played; `close` ends their processes.
@@ -63,7 +65,8 @@ class EnvironmentPools:
 
         async def of(label: str) -> list[Episode]:
             environment, own = environments[label], parts[label]
-            pool = await self._pool(environment, settings.max_live_episodes or len(own))
+            most = settings.max_live_episodes or len(own)
+            pool = await self._pool(environment, most, parked=record is not None)
             player: Callable[..., Coroutine[Any, Any, list[Episode]]] = partial(play, record=record)
             if environment.agent:
                 player = play_agents
@@ -106,8 +109,21 @@ class EnvironmentPools:
         for pool in pools.values():
             await pool.stop()
 
-    async def _pool(self, environment: EnvironmentConfig, concurrency: int) -> EnvironmentPool:
+    async def _pool(
+        self, environment: EnvironmentConfig, concurrency: int, parked: bool = False
+    ) -> EnvironmentPool:
+        """parked: calls that ask the policy may stand for long, and would keep threads, or the
+        turn, from what is played meanwhile: they have a pool of their own."""
         key = environment.model_dump_json()
+        if not (parked and environment.agent):
+            pool = await self._of(key, environment, concurrency)
+            if not (parked and pool.wants_policy):
+                return pool
+        return await self._of(_PARKED + key, environment, concurrency)
+
+    async def _of(
+        self, key: str, environment: EnvironmentConfig, concurrency: int
+    ) -> EnvironmentPool:
         async with self._starting[key]:
             return self._pools.get(key) or await self._started(key, environment, concurrency)
 

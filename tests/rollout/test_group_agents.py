@@ -19,8 +19,8 @@ from tests.rollout.chat_models import tiny_model
 from tests.rollout.test_group_worker import GROUPS, given, parked, played, rows, sampled
 from tests.rollout.test_worker import Setting
 
-AWAY_SECONDS = 2.5
-CALL_SECONDS, EPISODE_SECONDS = 0.8, 1.6
+AWAY_SECONDS = 6.0
+CALL_SECONDS, EPISODE_SECONDS = 3.0, 4.5
 GAME = {"style": "compact", "opponent": "policy", "illegal_action": "retry", "max_retries": 3}
 OPPOSED = {"name": "tic_tac_toe", "options": GAME, "step_timeout_seconds": EPISODE_SECONDS}
 
@@ -39,6 +39,8 @@ def setting(tmp_path: Path, model: Path) -> Setting:
         "episode_timeout_seconds": EPISODE_SECONDS,
     }
     setting.config["rollout"] |= {"max_tokens_per_turn": 20, "max_turns": 4}
+    # As many as episodes are in play, so that each has a thread, and nobody else.
+    setting.config["rollout"]["max_running_requests"] = 2 * len(GROUPS)
     setting.config["schedule"] = {"staleness": 1, "mode": "stream"}
     setting.config["algorithm"] = {"importance_correction": {}}
     return setting
@@ -84,6 +86,29 @@ def test_requests_of_agents_wait_for_an_engine_that_is_away(setting: Setting) ->
         switched += any(first != last for first, last in pairs)
         assert row["opponent_versions"] == []
     assert switched, "no answer was open while the engine was away"
+
+
+def test_an_evaluation_is_played_while_agents_hold_all_threads(setting: Setting) -> None:
+    """They stand still in them, because the engine is not theirs meanwhile."""
+    setting.config["environment"]["agent"] = "tests.rollout.agents:in_a_thread"
+
+    async def work() -> Any:
+        worker = setting.worker()
+        try:
+            await worker.load(setting.weights(0))
+            await worker.admit(given())
+            await worker.finished(0.0, 1)
+            evaluating = worker.evaluate(2, weights=setting.weights(0))
+            tally = (await asyncio.wait_for(evaluating, 60))["tally"]
+            await worker.load(setting.weights(1))
+            return tally, await played(worker)
+        finally:
+            await worker.close()
+
+    tally, groups = asyncio.run(work())
+    assert (tally["episodes"], tally["failed"]) == (2, 0)
+    assert sorted(each["group"] for each in groups) == [*GROUPS]
+    assert [each["tally"]["failed"] for each in groups] == [0] * len(GROUPS)
 
 
 def test_agents_that_hang_are_found_where_the_engine_is_there(setting: Setting) -> None:
