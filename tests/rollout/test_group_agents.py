@@ -15,6 +15,7 @@ from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.engines.interruptible import InterruptibleEngine
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.rollout_worker import RolloutWorker
+from tests.rollout import test_worker
 from tests.rollout.chat_models import tiny_model
 from tests.rollout.test_group_worker import GROUPS, given, parked, played, rows, sampled
 from tests.rollout.test_worker import Setting
@@ -39,8 +40,6 @@ def setting(tmp_path: Path, model: Path) -> Setting:
         "episode_timeout_seconds": EPISODE_SECONDS,
     }
     setting.config["rollout"] |= {"max_tokens_per_turn": 20, "max_turns": 4}
-    # As many as episodes are in play, so that each has a thread, and nobody else.
-    setting.config["rollout"]["max_running_requests"] = 2 * len(GROUPS)
     setting.config["schedule"] = {"staleness": 1, "mode": "stream"}
     setting.config["algorithm"] = {"importance_correction": {}}
     return setting
@@ -88,9 +87,14 @@ def test_requests_of_agents_wait_for_an_engine_that_is_away(setting: Setting) ->
     assert switched, "no answer was open while the engine was away"
 
 
-def test_an_evaluation_is_played_while_agents_hold_all_threads(setting: Setting) -> None:
+def test_an_evaluation_is_played_while_agents_hold_all_threads(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They stand still in them, because the engine is not theirs meanwhile."""
     setting.config["environment"]["agent"] = "tests.rollout.agents:in_a_thread"
+    # As many as episodes are in play, so that each has a thread, and nobody else.
+    few = {**test_worker.DEPLOYMENT, "max_running_requests": 2 * len(GROUPS)}
+    monkeypatch.setattr(test_worker, "DEPLOYMENT", few)
 
     async def work() -> Any:
         worker = setting.worker()
@@ -99,7 +103,7 @@ def test_an_evaluation_is_played_while_agents_hold_all_threads(setting: Setting)
             await worker.admit(given())
             await worker.finished(0.0, 1)
             evaluating = worker.evaluate(2, weights=setting.weights(0))
-            tally = (await asyncio.wait_for(evaluating, 60))["tally"]
+            tally = (await asyncio.wait_for(evaluating, 25))["tally"]
             await worker.load(setting.weights(1))
             return tally, await played(worker)
         finally:
