@@ -101,22 +101,16 @@ def check_drafts(rollout: RolloutConfig, deterministic: bool) -> None:
         )
 
 
-def check_stream(
-    rollout: RolloutConfig, agents: Sequence[str], imitates: bool, learns: bool
-) -> None:
+def check_stream(rollout: RolloutConfig, imitates: bool) -> None:
     """Raise `ValueError` for settings that groups which go on under newer weights cannot have.
 
-    agents: environments of agents. imitates, learns: first iterations imitate, and a curriculum
-    divides the prompts.
+    imitates: the first iterations do.
     """
     problems = {
-        f"agents ({', '.join(agents)}), whose time limits run on while their engine is away: let "
-        "EARL's own loop play": bool(agents),
         f"rollout.alike_groups `{rollout.alike_groups}`: leave it out": rollout.filters_groups,
         f"rollout.deal `{rollout.deal}`, because groups go in order to whichever engine has room: "
         "leave it out": rollout.deal != "contiguous",
         "imitation: imitate in a run of its own, and begin this one from it (model.from)": imitates,
-        "a curriculum, which reads the returns of whole rollouts: leave it out": learns,
     }
     for problem, there in problems.items():
         if there:

@@ -243,9 +243,7 @@ class RunConfig(Settings):
         check_drafts(rollout, self.update.deterministic)
         self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
-            agents = [label or "environment" for label, each in self.played.items() if each.agent]
-            others = self.imitation is not None, self.curriculum is not None
-            check_stream(rollout, agents, *others)
+            check_stream(rollout, self.imitation is not None)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages, self, self.schedule.staleness)

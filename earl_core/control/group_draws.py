@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from earl_core.control.prompt_waves import cursor_after
+from earl_core.control.prompt_waves import cursor_after, learnt_before
 from earl_core.rollout.mixture import Cursor, Draw, draw
 from earl_core.run import RunDirectory
 
 
 class GroupDraws:
     """Of a mixture each batch is drawn where the one before has ended, as that one's seal has it,
-    whatever the settings were then."""
+    whatever the settings were then.
+
+    A curriculum learns for a batch from the returns of an iteration that is published before any of
+    its groups is admitted. Were those made anew, the weights that sampled the groups would be
+    others, and what is sealed of them would not be used.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._size = run, run.config.rollout.prompts_per_iteration
@@ -42,7 +47,10 @@ class GroupDraws:
                 first -= 1
                 cursor = self._after(first - 1)
             for each in range(first, batch + 1):
-                self._drawn[each] = draw(self._run.config.mixture, cursor, None, self._size)
+                config = self._run.config
+                cursor = learnt_before(self._run, cursor, each)
+                drawn = draw(config.mixture, cursor, config.curriculum, self._size)
+                self._drawn[each] = drawn
                 cursor = self._drawn[each][1]
         return self._drawn[batch]
 

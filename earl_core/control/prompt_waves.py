@@ -242,13 +242,19 @@ def _cursor(run: RunDirectory, iteration: int) -> Cursor:
     follow the returns of those iterations that have ended when its rollout may begin."""
     if run.config.played_before(iteration) == 0 or not run.config.environments:
         return {}
-    ended = iteration - 1 - run.config.schedule.staleness
     cursor = cursor_after(run, iteration - 1)
     if cursor is None:
         raise ManifestError(
             f"iteration {iteration - 1} does not say which prompts it has drawn: resume "
             "from an earlier checkpoint (earl resume --from)"
         )
+    return learnt_before(run, cursor, iteration)
+
+
+def learnt_before(run: RunDirectory, cursor: Cursor, iteration: int) -> Cursor:
+    """Return the places with what the curriculum learns for an iteration: of the returns of the
+    last one that has ended whenever its episodes may begin."""
+    ended = iteration - 1 - run.config.schedule.staleness
     if run.config.curriculum is None or ended < 0 or run.config.imitates(ended):
         return cursor
     returns = run.manifest(ended, "reward").outputs.get("returns", {})

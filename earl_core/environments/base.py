@@ -13,6 +13,9 @@ from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 from earl_core.system.errors import EarlError
 
+LARGEST_NUMBER = 1e30
+"""Largest reward or metric, so that sums and float32 columns stay finite too."""
+
 
 class FunctionCall(TypedDict):
     """The name of a tool and its arguments by name, anything JSON can hold."""

@@ -10,12 +10,10 @@ from earl_core.environments.agent import OPPONENT
 from earl_core.environments.base import Message
 from earl_core.system.errors import EarlError
 
-_SECONDS = 3600.0
-"""Time limit of one answer; the deadline of the environment's step comes before."""
-
 
 class PolicyConversation:
-    """Blocks its thread while it waits. base_url, api_key: of the environment's `policy`."""
+    """Blocks its thread while it waits, which the deadline of the environment's step ends: that
+    stands still while the engine is away. base_url, api_key: of the environment's `policy`."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self._url = urlsplit(base_url)
@@ -27,7 +25,7 @@ class PolicyConversation:
         self._messages += messages
         body = json.dumps({"model": OPPONENT, "messages": self._messages})
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-        connection = http.client.HTTPConnection(self._url.netloc, timeout=_SECONDS)
+        connection = http.client.HTTPConnection(self._url.netloc)
         try:
             connection.request("POST", f"{self._url.path}/chat/completions", body, headers)
             reply = connection.getresponse()

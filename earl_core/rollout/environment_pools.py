@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from earl_core.rollout.group_record import GroupRecord
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, EpisodeSpec
+
+_PARKED = "parked "
 
 
 class EnvironmentPools:
@@ -63,7 +65,8 @@ class EnvironmentPools:
 
         async def of(label: str) -> list[Episode]:
             environment, own = environments[label], parts[label]
-            pool = await self._pool(environment, settings.max_live_episodes or len(own))
+            most = settings.max_live_episodes or len(own)
+            pool = await self._pool(environment, most, parked=record is not None)
             player: Callable[..., Coroutine[Any, Any, list[Episode]]] = partial(play, record=record)
             if environment.agent:
                 player = play_agents
@@ -88,6 +91,11 @@ class EnvironmentPools:
         plays at a time. Raises what the pool does."""
         await self._pool(environment, concurrency)
 
+    def hold(self, episodes: Collection[int]) -> None:
+        """Let no time pass for these episodes, and for all others, as `EnvironmentPool.hold`."""
+        for pool in self._pools.values():
+            pool.hold(episodes)
+
     def can_replay(self, environment: EnvironmentConfig) -> bool:
         """Tell whether episodes that were played here can be played again from their answers."""
         pool = self._pools.get(environment.model_dump_json())
@@ -101,8 +109,21 @@ class EnvironmentPools:
         for pool in pools.values():
             await pool.stop()
 
-    async def _pool(self, environment: EnvironmentConfig, concurrency: int) -> EnvironmentPool:
+    async def _pool(
+        self, environment: EnvironmentConfig, concurrency: int, parked: bool = False
+    ) -> EnvironmentPool:
+        """parked: calls that ask the policy may stand for long, and would keep threads, or the
+        turn, from what is played meanwhile: they have a pool of their own."""
         key = environment.model_dump_json()
+        if not (parked and environment.agent):
+            pool = await self._of(key, environment, concurrency)
+            if not (parked and pool.wants_policy):
+                return pool
+        return await self._of(_PARKED + key, environment, concurrency)
+
+    async def _of(
+        self, key: str, environment: EnvironmentConfig, concurrency: int
+    ) -> EnvironmentPool:
         async with self._starting[key]:
             return self._pools.get(key) or await self._started(key, environment, concurrency)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -59,6 +59,11 @@ class _Playing:
         return 0 if self.task.done() else len(self.specs) - self.meter.episodes_done
 
     @property
+    def has_begun(self) -> bool:
+        """True where something was played, or asked for, that is recorded or not."""
+        return self.record.has_begun or self.meter.running_max > 0
+
+    @property
     def error(self) -> BaseException | None:
         """What has ended it, if it has failed."""
         ended = self.task.done() and not self.task.cancelled()
@@ -66,19 +71,25 @@ class _Playing:
 
 
 class GroupPlayer:
-    """limit_seconds: of a group, without the time in which it was parked. `anew`: the groups that
+    """limit_seconds: of a group, without the time in which it was parked. hold: gets the episodes
+    for which no time passes outside of this process. `anew`: the groups that
     were begun again, because their environments have not repeated what is recorded or by
     `forget`; whoever tells of them clears it. All methods are of one event loop."""
 
     def __init__(
-        self, engine: Engine, play: Play, settings: PlaySettings, limit_seconds: float
+        self,
+        engine: Engine,
+        play: Play,
+        settings: PlaySettings,
+        limit_seconds: float,
+        hold: Callable[[Collection[int]], None],
     ) -> None:
         self._engine = (
             EngineInSlices(engine, lambda: self.live)
             if engine.lockstep
             else InterruptibleEngine(engine)
         )
-        self._play, self._limit = play, limit_seconds
+        self._play, self._limit, self._hold = play, limit_seconds, hold
         self._settings = replace(settings, clock=self._clock)
         self._playing: dict[int, _Playing] = {}
         self.anew: list[int] = []
@@ -150,6 +161,8 @@ class GroupPlayer:
         await self._engine.hold()
         if self._parked_since is None:
             self._parked_since = time.monotonic()
+            episodes = (spec.episode_id for each in self._playing.values() for spec in each.specs)
+            self._hold(list(episodes))
 
     async def forget(self, version: int) -> None:
         """Begin the groups again that hold tokens of a policy version, or of which that is not
@@ -170,14 +183,15 @@ class GroupPlayer:
             self.anew.append(group)
 
     async def unfinished(self) -> dict[int, GroupRecord]:
-        """Stop between two tokens for good: what another engine can go on with. `close` follows."""
+        """Stop between two tokens for good: what was begun, with its record, which is empty where
+        none is kept. `close` follows."""
         with suppress(Exception):
             # One that is lost has stopped, wherever that was.
             await asyncio.wait_for(self._engine.hold(), _HOLD_SECONDS)
         return {
             group: each.record
             for group, each in self._playing.items()
-            if each.record.has_begun
+            if each.has_begun
             and not self._is_late(each)
             and (each.error is None or isinstance(each.error, _ENDINGS))
         }
@@ -193,6 +207,7 @@ class GroupPlayer:
                 each.task.cancel()
             await asyncio.gather(*(each.task for each in playing), return_exceptions=True)
             await self._engine.stop()
+            self._take_up()
 
     def _begin_again(self) -> None:
         unlike = [g for g, each in self._playing.items() if isinstance(each.error, NotRepeated)]
@@ -205,6 +220,7 @@ class GroupPlayer:
         if self._parked_since is not None:
             self._parked += time.monotonic() - self._parked_since
             self._parked_since = None
+            self._hold(())
 
     def _clock(self) -> float:
         """Seconds that go on while nothing is parked."""

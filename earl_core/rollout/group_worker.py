@@ -102,7 +102,8 @@ class GroupWorker(EngineWorker):
                 max_failed_share=math.inf,
             )
             play = partial(self._pools.play, chat=chat, environments=self._config.played)
-            self._groups = GroupPlayer(engine, play, settings, self._config.deadlines.stage)
+            limit = self._config.deadlines.stage
+            self._groups = GroupPlayer(engine, play, settings, limit, self._pools.hold)
         return {**found, "room": self._groups.room, "playing": self._groups.playing}
 
     async def admit(self, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -189,6 +190,8 @@ class GroupWorker(EngineWorker):
         meter.peak_memory_bytes = resident_peak_bytes(self._processes())
         fault_points.point(f"group.played{group}", batch)
         shards, versions = [], {v for e in played for s in e.samples for v in s.token_versions}
+        # What the opponent has said depends on weights as much.
+        versions |= {v for e in played for v in e.opponent_versions}
         if played:
             entry = run_store(self._run_directory, self._config).publish(
                 stage="collect",
@@ -228,11 +231,14 @@ class GroupWorker(EngineWorker):
             await groups.close()
 
     def _write_parked(self, group: int, record: GroupRecord) -> bool:
-        """Write a group down; False where that fails: it is played anew."""
+        """Write a group down; False where nothing of it is recorded that should be, or that
+        fails: it is played anew."""
         try:
             versions = {version: self._digests[version] for version in record.versions()}
             key, label = self._given[group]
             kept = self._pools.can_replay(self._config.played[label])
+            if kept and not record.has_begun:
+                return False
             episodes = record.dump() if kept else None
             self._parked.write(
                 ParkedGroup(group=group, key=key, versions=versions, episodes=episodes)

@@ -40,7 +40,7 @@ _SCORED = [field.name for field in _REWARDS]
 _COLUMNS = pa.schema([*GROUP_SCHEMA.set(GROUP_SCHEMA.get_field_index("texts"), _TEXTS), *_REWARDS])
 SCHEMA = pa.schema([field for field in _COLUMNS if field.name in (*ROLLOUT_SCHEMA.names, *_SCORED)])
 """Columns of the files of kept episodes; of groups that were played while weights changed there is
-`token_versions` besides."""
+`token_versions` and `opponent_versions` besides."""
 
 _SOURCE = b"earl.source"
 _SHOWN = ["episode_id", "prompt_id", "environment", "finish_reason", "outcome", "reward"]

@@ -46,7 +46,10 @@ class GroupBatches:
 
     def key(self, iteration: int) -> str:
         """The key of the settings that play the groups of the iteration's batch."""
-        return stage_key(self._run.config, self._run.uid, iteration, "collect", [])
+        config = self._run.config
+        key = stage_key(config, self._run.uid, iteration, "collect", [])
+        # A curriculum draws by returns of an iteration that the staleness chooses.
+        return key if config.curriculum is None else f"{key}-{config.schedule.staleness}"
 
     def failing(self, iteration: int) -> list[SealedGroup]:
         """The sealed groups of this batch and later ones that have failed episodes."""

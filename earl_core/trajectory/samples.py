@@ -116,6 +116,8 @@ class Episode:
     finish_reason: str = ""
     info: dict[str, object] = field(default_factory=dict)
     environment: str = ""
+    opponent_versions: list[int] = field(default_factory=list)
+    """Policy versions that have answered as its opponent, ascending."""
 
     def take(self, info: Mapping[str, object]) -> None:
         """Keep of a step's info what concerns the whole episode; what comes later counts."""
@@ -196,7 +198,11 @@ def rollout_rows(episodes: Iterable[Episode], schema: pa.Schema = ROLLOUT_SCHEMA
         "texts": [json.dumps(sample.texts) for _, _, sample in rows],
     }
     names = [name for name in schema.names if name not in (*scalars, *strings)]
-    lists = {name: [getattr(sample, name) for _, _, sample in rows] for name in names}
+    own = {"opponent_versions"}
+    lists = {
+        name: [getattr(episode if name in own else sample, name) for episode, _, sample in rows]
+        for name in names
+    }
     lists["turn_numbers"] = [numbers for episode in ordered for numbers in _numbered(episode)]
     lengths = {name: np.array([len(row) for row in lists[name]], np.int64) for name in names}
     return Rows({**scalars, **lists}, lengths, strings)

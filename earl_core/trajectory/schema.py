@@ -84,9 +84,12 @@ ROLLOUT_SCHEMA = pa.schema(
 )
 """Columns that the rollout stage writes."""
 
-GROUP_SCHEMA = ROLLOUT_SCHEMA.append(per_token("token_versions", pa.int32()))
+GROUP_SCHEMA = ROLLOUT_SCHEMA.append(per_token("token_versions", pa.int32())).append(
+    _field("opponent_versions", token_list(pa.int32()))
+)
 """Columns of a group that is played while weights change: `token_versions` are the policy versions
-that sampled each token, -1 where the mask is 0."""
+that sampled each token, -1 where the mask is 0; `opponent_versions` are those that have answered as
+the episode's opponent, ascending, the same in each of its samples, and none where nobody asked."""
 
 REFERENCE_SCHEMA = pa.schema(
     [_field("sample_id", pa.int64()), per_token("reference_logprobs", pa.float32())]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.flows.runs import KILLED, LEARNING, Runs
+from tests.flows.test_stream import train
 
 GAME = {"name": "tic_tac_toe", "options": {"style": "compact"}}
 PERFECT = {"name": "tic_tac_toe", "options": {"style": "compact", "opponent": "perfect"}}
@@ -60,6 +62,44 @@ def test_a_mixture_with_a_curriculum_resumes_bit_for_bit(runs: Runs) -> None:
     assert first["rollout/of/weak/episodes"] == 16.0
     assert first["rollout/of/strong/episodes"] == first["rollout/of/tic_tac_toe/episodes"] == 8.0
     check_suites(runs)
+
+
+@pytest.mark.slow
+def test_a_mixture_with_a_curriculum_plays_as_a_stream(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each environment, an agent among them, each prompt is played once, stopped on the way or
+    not; what the groups of iteration k - 2 have returned moves the parts of batch k."""
+    asked = (
+        *MIXED,
+        "iterations=5",
+        "schedule={staleness: 1, mode: stream}",
+        "algorithm.importance_correction={}",
+        "algorithm.kl={placement: loss, coefficient: 0.1}",
+        "rollout.max_running_requests=16",
+    )
+    monkeypatch.setenv("EARL_FAULT", "update.step0@2=raise")
+    with pytest.raises(Exception, match=r"update\.step0@2"):
+        train(runs, *asked)
+    monkeypatch.delenv("EARL_FAULT")
+    train(runs, *asked)
+    runs.assert_learnt()
+    prompts: dict[str, list[int]] = {}
+    parts = []
+    for k in range(5):
+        folder = runs.run() / f"iterations/{k:06d}"
+        rows = pq.read_table(folder / "episodes.parquet").to_pylist()
+        assert {row["group_id"] for row in rows} == set(range(8 * k, 8 * (k + 1)))
+        drawn = sorted({(row["group_id"], row["environment"], row["prompt_id"]) for row in rows})
+        for _, label, prompt in drawn:
+            prompts.setdefault(label, []).append(prompt)
+        cursor = json.loads((folder / "collect.json").read_text())["outputs"]["cursor"]
+        parts.append({label: place["due"] for label, place in cursor.items()})
+        assert all((place["spread"] is None) == (k < 2) for place in cursor.values())
+    assert all(each == [*range(len(each))] for each in prompts.values())
+    # By their weights alone each batch would end with nothing due.
+    assert all(due == pytest.approx(0) for due in parts[1].values())
+    assert any(due != pytest.approx(0) for due in parts[4].values())
 
 
 def check_suites(runs: Runs) -> None:

@@ -72,6 +72,24 @@ async def two_at_once(task: dict[str, Any], base_url: str, api_key: str) -> floa
     return 1.0
 
 
+async def talking(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """A conversation of some turns, many for one task in `every`; odd digits in answers are good.
+    No request comes twice. The outcome says which one has waited for `patience` seconds or more."""
+    api = client(base_url, api_key)
+    turns = task.get("long", 3) if task["index"] % task.get("every", 1) == 0 else 2
+    messages: list[Any] = [{"role": "user", "content": "free: 1 2 3"}]
+    reward, outcome = 0.0, "prompt"
+    for turn in range(turns):
+        began = time.monotonic()
+        text = await ask(api, messages)
+        if time.monotonic() - began >= task.get("patience", 3600):
+            outcome = f"waited {turn}"
+        reward += bool(set(text) & set("13579"))
+        messages += [{"role": "assistant", "content": text}]
+        messages += [{"role": "user", "content": "free: 1"}]
+    return {"reward": reward / turns, "outcome": outcome}
+
+
 async def unreliable(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     """What it does wrong follows from the task."""
     api = client(base_url, api_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -55,6 +56,31 @@ class Lengths:
 
     def step(self, text: str) -> StepResult:
         time.sleep(self._seconds)
+        self._left -= 1
+        reward = 1.0 if set(text) & set("13579") else 0.0
+        return StepResult([{"role": "user", "content": "free: 1"}], reward, self._left == 0)
+
+    def close(self) -> None:
+        pass
+
+
+class DrawnLengths:
+    """One turn, but `long` ones for one prompt in `share`, which its number and the salt draw; an
+    answer with an odd digit is good."""
+
+    def __init__(self, share: int, long: int, salt: int) -> None:
+        self._share, self._long, self._salt = share, long, salt
+        self._left = 0
+
+    def turns(self, prompt: int) -> int:
+        drawn = random.Random(f"{self._salt} {prompt}").random() * self._share < 1
+        return self._long if drawn else 1
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._left = self.turns(prompt)
+        return [{"role": "user", "content": "free: 1 2 3"}]
+
+    def step(self, text: str) -> StepResult:
         self._left -= 1
         reward = 1.0 if set(text) & set("13579") else 0.0
         return StepResult([{"role": "user", "content": "free: 1"}], reward, self._left == 0)

@@ -42,7 +42,7 @@ class DyingEngine(ScriptedEngine):
 
 def player_of(engine: Any, pool: ScriptedEnvironments) -> GroupPlayer:
     playing = partial(play, pool=pool, chat=CHAT)
-    return GroupPlayer(cast(Engine, engine), playing, SETTINGS, 60.0)
+    return GroupPlayer(cast(Engine, engine), playing, SETTINGS, 60.0, lambda episodes: None)
 
 
 def test_what_a_lost_engine_has_played_goes_on_and_nothing_of_it_is_left() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from earl_core.config import ConfigError, parse_config
-from earl_core.environments.hosting.check import check_environments
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
@@ -209,18 +207,3 @@ def test_a_refused_opponent_costs_its_episode() -> None:
     episodes, _ = asyncio.run(against_policy(engine, f"{USER}:Chatting", options, 2, **settings))
     assert {episode.finish_reason for episode in episodes} == {"environment_error"}
     assert "the opponent has had its 8 answers" in str(episodes[0].info["failure"])
-
-
-def test_a_stream_refuses_an_environment_that_asks_for_opponents_before_work_starts() -> None:
-    config = {
-        "name": "x",
-        "iterations": 2,
-        "model": {"path": "m"},
-        "environment": {"name": "tic_tac_toe", "options": GAME},
-        "schedule": {"mode": "stream", "staleness": 1},
-        "algorithm": {"importance_correction": {}},
-        "rollout": {"prompts_per_iteration": 1, "group_size": 2, "max_turns": 1, "engine": "torch"},
-        "update": {},
-    }
-    with pytest.raises(ConfigError, match="tic_tac_toe asks the policy for opponents"):
-        asyncio.run(check_environments(parse_config(config)))

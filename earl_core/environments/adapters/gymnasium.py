@@ -10,9 +10,8 @@ from dataclasses import field
 from typing import Any, ClassVar
 
 from earl_core.environments.adapters.fenced import unfenced
-from earl_core.environments.base import Message, StepResult
+from earl_core.environments.base import LARGEST_NUMBER, Message, StepResult
 from earl_core.environments.options import Options, at_least, check_pattern
-from earl_core.environments.rewards.results import LARGEST_NUMBER
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_package
 

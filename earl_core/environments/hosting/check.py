@@ -30,19 +30,11 @@ async def check_environments(config: RunConfig) -> list[str]:
     ]
     if config.reward.functions:
         pools.append(EnvironmentPool.of_rewards(config.reward, hosts=1, log_path=None))
-    streamed = list(config.played.values()) if config.schedule.streams else []
-    interrupted = dict(zip(pools, streamed, strict=False))
     notes: dict[str, None] = {}
     for pool in pools:
         await pool.start()
         notes |= dict.fromkeys(pool.notes)
         try:
-            if pool in interrupted and pool.wants_policy:
-                raise ConfigError(
-                    f"the environment {interrupted[pool].played} asks the policy for opponents, "
-                    "whose engine is away at times under schedule.mode `stream`",
-                    remedy="set schedule.mode to `pinned`, or play against others",
-                )
             if pool in prompts:
                 await _try_reward(pool)
         finally:

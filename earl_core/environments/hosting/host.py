@@ -67,6 +67,7 @@ class Host:
             self._turn = asyncio.Lock()
         self._open: dict[Call, asyncio.Task[None]] = {}
         self._latest: dict[int, Call] = {}
+        self._held: frozenset[int] = frozenset()
 
     async def serve(self, connection: socket.socket) -> None:
         """Runs until the pool says stop or is gone."""
@@ -83,6 +84,8 @@ class Host:
     def _take(self, message: dict[str, Any]) -> None:
         if message["kind"] == "stop":
             self._stopping = asyncio.create_task(self._stop())
+        elif message["kind"] == "hold":
+            self._held = frozenset(message["episodes"])
         else:
             self._begin(Call(**message))
 
@@ -117,7 +120,7 @@ class Host:
             self._connection.send(encode({"kind": "alive"}))
             await asyncio.sleep(interval)
             for call in self._open:
-                if not call.running:
+                if not call.running or call.episode in self._held:
                     continue
                 call.seconds += interval
                 if call.seconds < self._timeout + interval:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,7 @@ class HostSupervisor:
         self._sent: dict[int, PendingCall] = {}
         self._asked: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count()
+        self._held: Collection[int] = ()
         self.restarts = 0
         """Number of times that a process was replaced."""
 
@@ -141,6 +143,12 @@ class HostSupervisor:
             self._recovery = asyncio.create_task(self._recover())
         return await reply
 
+    def hold(self, episodes: Collection[int]) -> None:
+        """Calls of these episodes grow no older, and those of all others do."""
+        self._held = episodes
+        if self._process is not None:
+            self._process.send(self._holding)
+
     def close(self, episode_id: int) -> None:
         """Closes an episode; its call under way, if any, is cancelled. Unknown ones are ignored."""
         episode = self._episodes.pop(episode_id, None)
@@ -151,7 +159,13 @@ class HostSupervisor:
         self._close_in_host(episode)
 
     async def _start_process(self) -> HostProcess:
-        return await HostProcess.start(self._settings, self._on_message, self._on_lost)
+        process = await HostProcess.start(self._settings, self._on_message, self._on_lost)
+        process.send(self._holding)
+        return process
+
+    @property
+    def _holding(self) -> dict[str, Any]:
+        return {"kind": "hold", "episodes": list(self._held)}
 
     def _send(self, call: PendingCall) -> None:
         number = next(self._numbers)

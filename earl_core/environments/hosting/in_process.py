@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import itertools
 from bdb import BdbQuit
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -133,6 +133,9 @@ class InProcessSupervisor:
         value: dict[str, Any] = answer["value"]
         self._open[episode_id] = bool(value.get("done"))
         return value
+
+    def hold(self, episodes: Collection[int]) -> None:
+        """Do nothing: there are no deadlines."""
 
     def close(self, episode_id: int) -> None:
         """Close the episode's environment in a task that `stop` waits for."""

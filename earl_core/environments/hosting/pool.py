@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,6 +265,12 @@ class EnvironmentPool:
         """Versions of the hosts' Python ("python") and its packages, where `python` is another."""
         process = self._supervisors[0].process
         return {} if process is None else process.versions
+
+    def hold(self, episodes: Collection[int]) -> None:
+        """Calls of these episodes grow no older until the next `hold`, because what they may wait
+        for is away; those of all others do."""
+        for supervisor in self._supervisors:
+            supervisor.hold(episodes)
 
     async def close(self, episode_id: int) -> None:
         """Frees an episode; unknown ones are ignored. Does not wait for the environment's close."""

@@ -8,12 +8,10 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from earl_core.environments.base import StepResult
+from earl_core.environments.base import LARGEST_NUMBER, StepResult
 from earl_core.system.frames import WireError
 
 ROLES = ("system", "user", "assistant", "tool")
-LARGEST_NUMBER = 1e30
-"""Largest reward or metric, so that sums and float32 columns stay finite too."""
 
 
 def first_messages(messages: Any) -> dict[str, Any]:

@@ -6,11 +6,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.engines.wrapped import WrappedEngine
 
 _AGAIN_SECONDS = 1.0
+
+
+class _Told:
+    """What whoever asked was told of an answer as it grew. `request`: with which that is known."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._tell, self._count = request.on_tokens, len(request.sampled)
+        self.request = request if self._tell is None else replace(request, on_tokens=self._next)
+
+    def _next(self, tokens: Sequence[int]) -> None:
+        assert self._tell is not None
+        self._count += len(tokens)
+        self._tell(tokens)
+
+    def catch_up(self, answer: Completion) -> None:
+        """Tell the end of a part, which the engine does not: the next part goes on after it."""
+        if self._tell is not None and len(answer.tokens) > self._count:
+            self._next(answer.tokens[self._count :])
 
 
 class InterruptibleEngine(WrappedEngine):
@@ -59,7 +78,8 @@ class InterruptibleEngine(WrappedEngine):
         """Do nothing: whoever asked has been cancelled."""
 
     async def _answer(self, request: GenerationRequest) -> Completion:
-        sequence = request.sequence_id
+        sequence, told = request.sequence_id, _Told(request)
+        request = told.request
         self._asked.add(sequence)
         try:
             while True:
@@ -71,6 +91,7 @@ class InterruptibleEngine(WrappedEngine):
                 if answer.finish_reason != "cancelled" or sequence not in self._stopped:
                     return answer
                 self._stopped.discard(sequence)
+                told.catch_up(answer)
                 request = request.after(answer)
         finally:
             for each in (self._asked, self._stopped, self._cancelled):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
@@ -207,7 +206,7 @@ class Endpoints:
 
     def _pending(self, session: Session, call: Call) -> PendingAnswer:
         answering = session.complete(call, partial(self._generate, session))
-        return PendingAnswer(answering, self._settings.call_seconds, self._meter)
+        return PendingAnswer(answering, self._settings, self._meter)
 
     async def _begun(
         self, request: Request, pending: PendingAnswer, growth: Growth | None
@@ -287,7 +286,7 @@ class Endpoints:
 
     async def _generate(self, session: Session, request: GenerationRequest) -> Completion:
         self._meter.requests_running(1)
-        started = time.perf_counter()
+        started = self._settings.clock()
         try:
             if self._engine.lockstep:
                 return await self._batches.ask(request, session.name)
@@ -295,7 +294,7 @@ class Endpoints:
             return completion
         finally:
             self._meter.requests_running(-1)
-            self._meter.generation_wait += time.perf_counter() - started
+            self._meter.generation_wait += self._settings.clock() - started
 
 
 async def refusal(request: Request, error: Exception) -> Response:

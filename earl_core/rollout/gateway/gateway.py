@@ -132,7 +132,7 @@ class Gateway:
                 standing = self.open(spec, asked_prompts=asked)
                 self._stood += 1
                 standing.key, self._sessions[""] = key, standing
-            for session in [each for each in left if not each.busy]:
+            for session in [each for each in left if not each.waits.busy]:
                 left.remove(session)
                 await self.close(session)
             await asyncio.wait({self.failed}, timeout=_STANDING_SECONDS)

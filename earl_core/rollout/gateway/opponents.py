@@ -62,7 +62,10 @@ async def play_against_policy(
         finally:
             playing.cancel()
             await asyncio.wait({playing})
-    return playing.result()
+    episodes = playing.result()
+    for episode in episodes:
+        episode.opponent_versions = table.versions.get(episode.episode_id, [])
+    return episodes
 
 
 class _Table:
@@ -77,6 +80,8 @@ class _Table:
         self._sessions: dict[int, Session] = {}
         self.under_way = 0
         """Calls of environments under way."""
+        self.versions: dict[int, list[int]] = {}
+        """Policy versions that have answered the environments of episodes that are closed."""
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -109,16 +114,17 @@ class _Table:
     @asynccontextmanager
     async def _call(self, episode_id: int) -> AsyncIterator[None]:
         session = self._sessions[episode_id]
-        before = session.waited
+        before = session.waits.seconds
         self.under_way += 1
         try:
             yield
         finally:
             self.under_way -= 1
-            self._meter.environment_wait -= session.waited - before
+            self._meter.environment_wait -= session.waits.seconds - before
 
     async def _leave(self, episode_id: int) -> None:
         session = self._sessions.pop(episode_id, None)
         if session is not None:
+            self.versions[episode_id] = session.opponent_versions
             session.abandon()
             await self.gateway.close(session)

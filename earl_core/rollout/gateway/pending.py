@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from earl_core.rollout.chat.chat import ChatTokenizer
+from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.call import Answer
 from earl_core.rollout.gateway.refusals import refused
 from earl_core.rollout.rollout_load import LoadMeter
 
+_LOOK_SECONDS = 0.05
+"""Between two looks at a clock that may stand still."""
+
 
 class PendingAnswer:
-    """limit: seconds that it may take; None: any."""
+    """It may take `settings.call_seconds` by the settings' clock."""
 
     def __init__(
-        self, answering: Coroutine[Any, Any, list[Answer]], limit: float | None, meter: LoadMeter
+        self,
+        answering: Coroutine[Any, Any, list[Answer]],
+        settings: PlaySettings,
+        meter: LoadMeter,
     ) -> None:
         self._task = asyncio.ensure_future(answering)
-        self._limit, self._meter = limit, meter
-        self._began = time.monotonic()
+        self._limit, self._clock, self._meter = settings.call_seconds, settings.clock, meter
+        self._began = settings.clock()
 
     async def wait(
         self, seconds: float | None, *others: asyncio.Future[None]
@@ -32,7 +38,7 @@ class PendingAnswer:
         """
         left = None
         if self._limit is not None:
-            left = max(self._began + self._limit - time.monotonic(), 0.0)
+            left = max(self._began + self._limit - self._clock(), _LOOK_SECONDS)
         waiting: set[asyncio.Future[Any]] = {self._task, *others}
         await asyncio.wait(
             waiting,
@@ -41,7 +47,7 @@ class PendingAnswer:
         )
         if self._task.done():
             return self._task.result()
-        if self._limit is not None and time.monotonic() >= self._began + self._limit:
+        if self._limit is not None and self._clock() >= self._began + self._limit:
             self._meter.calls_timed_out += 1
             told = f"the answer took over {self._limit:g} s (environment.call_timeout_seconds)"
             # Not 408 or 504, after which clients ask again.

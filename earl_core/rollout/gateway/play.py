@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from earl_core.environments.agent import POSTED
@@ -43,7 +42,7 @@ async def play_agents(
 
     async def one(gateway: Gateway, spec: EpisodeSpec) -> None:
         async with slots:
-            episodes[spec.episode_id] = await _episode(gateway, pool, spec, meter)
+            episodes[spec.episode_id] = await _episode(gateway, pool, spec, meter, settings.clock)
         check_failures(list(episodes.values()), meter, settings, len(specs))
         meter.progressed()
 
@@ -62,13 +61,17 @@ async def play_agents(
 
 
 async def _episode(
-    gateway: Gateway, pool: EnvironmentPool, spec: EpisodeSpec, meter: LoadMeter
+    gateway: Gateway,
+    pool: EnvironmentPool,
+    spec: EpisodeSpec,
+    meter: LoadMeter,
+    clock: Callable[[], float],
 ) -> Episode:
     lost = 0
     while True:
         session = gateway.open(spec)
         try:
-            return await _attempt(gateway, pool, session, meter)
+            return await _attempt(gateway, pool, session, meter, clock)
         except EnvironmentFailed as failure:
             if not failure.by_infrastructure or lost == RETRIES:
                 timeout = failure.reason == "timeout"
@@ -85,17 +88,21 @@ async def _episode(
 
 
 async def _attempt(
-    gateway: Gateway, pool: EnvironmentPool, session: Session, meter: LoadMeter
+    gateway: Gateway,
+    pool: EnvironmentPool,
+    session: Session,
+    meter: LoadMeter,
+    clock: Callable[[], float],
 ) -> Episode:
-    spec, started = session.spec, time.perf_counter()
-    before = session.waited
+    spec, started = session.spec, clock()
+    before = session.waits.seconds
     address = gateway.address(session)
     await pool.reset(spec.episode_id, spec.prompt_id, spec.environment_seed, address)
     try:
         result = await pool.step(spec.episode_id, "")
     finally:
         meter.environment_steps += 1
-        seconds = time.perf_counter() - started - (session.waited - before)
+        seconds = clock() - started - (session.waits.seconds - before)
         meter.environment_wait += max(seconds, 0.0)
     return session.end(*_verdict(session, result))
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -29,6 +27,7 @@ from earl_core.rollout.gateway.constraints import Constraint
 from earl_core.rollout.gateway.placing import Placing, Prompt
 from earl_core.rollout.gateway.refusals import invalid, refused
 from earl_core.rollout.gateway.side import Side
+from earl_core.rollout.gateway.waits import Waits
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_seed
@@ -88,11 +87,10 @@ class Session:
         self._last: Sample | None = None
         self._cut = ""
         self._over = False
-        self.waited = 0.0
-        """Seconds in which the agent waited for answers; where several wait, one counts."""
-        self._asking, self._asked_at = 0, 0.0
         self.posted: dict[str, Any] | None = None
         """The result that the agent has posted: `reward` and `info`."""
+        self.waits = Waits(settings.clock)
+        """The agent's, for answers."""
 
     @property
     def sequence_ids(self) -> list[int]:
@@ -101,14 +99,14 @@ class Session:
         return [self._sequence_id(side, one.number) for side in sides for one in side.branches.all]
 
     @property
+    def opponent_versions(self) -> list[int]:
+        """Policy versions that have answered as the opponent, ascending."""
+        return sorted(self._opponent.versions)
+
+    @property
     def begun(self) -> int:
         """Conversations so far."""
         return self._policy.branches.begun + self._opponent.branches.begun
-
-    @property
-    def busy(self) -> bool:
-        """True while a request waits for its answer."""
-        return self._asking > 0
 
     async def complete(self, call: Call, generate: Generate) -> list[Answer]:
         """The policy's answers, as many as the call wants.
@@ -129,7 +127,7 @@ class Session:
                 prompts.append(await self._prompt(place, call, side))
                 places[number] = prompts[-1]
             requests = [self._request(side, prompt, call) for prompt in prompts]
-            with self._waiting():
+            with self.waits.waiting():
                 completions = await all_of(generate, requests)
             if any(each.finish_reason == "cancelled" for each in completions):
                 raise refused(503, "cancelled", "the engine gave the request up")
@@ -152,7 +150,7 @@ class Session:
         """Record one answer."""
         tokens = prompt.tokens
         message, stopped_by = side.branches.answer(prompt, completion, call.stop)
-        side.sampled += len(completion.tokens)
+        side.answered(completion)
         self._meter.answered(completion)
         self._meter.prompt_tokens += len(prompt.given)
         if side is self._policy:
@@ -244,6 +242,7 @@ class Session:
         self._count_live(-self._live)
         episode = self.spec.episode(self._policy.branches.samples)
         episode.finish_reason = reason
+        episode.opponent_versions = self.opponent_versions
         return episode
 
     def _counted(self, episode: Episode) -> Episode:
@@ -253,18 +252,6 @@ class Session:
         else:
             self._meter.reward_total += episode.total_reward
         return episode
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        if not self._asking:
-            self._asked_at = time.perf_counter()
-        self._asking += 1
-        try:
-            yield
-        finally:
-            self._asking -= 1
-            if not self._asking:
-                self.waited += time.perf_counter() - self._asked_at
 
     @property
     def most_bytes(self) -> int:
