@@ -21,6 +21,7 @@ class GroupDraws:
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._size = run, run.config.rollout.prompts_per_iteration
         self._drawn: dict[int, tuple[list[Draw], Cursor]] = {}
+        self._settled = -1
 
     def of(self, group: int) -> Draw:
         """The environment's label and its prompt."""
@@ -37,7 +38,11 @@ class GroupDraws:
         return {"cursor": {label: place.model_dump() for label, place in cursor.items()}}
 
     def settle(self, batch: int) -> None:
-        """Forget the batches before this one, which is drawn from the seal of the last of them."""
+        """Forget the batches before this one, which is drawn from the seal of the last of them; all
+        batches in a run that has gone back, whose returns are made anew."""
+        if batch <= self._settled:
+            self._drawn.clear()
+        self._settled = batch
         self._drawn = {each: drawn for each, drawn in self._drawn.items() if each >= batch}
 
     def _batch(self, batch: int) -> tuple[list[Draw], Cursor]:

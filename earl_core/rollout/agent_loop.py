@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -214,9 +213,9 @@ class _Loop:
 
     async def _react(self, answered: Sequence[tuple[EpisodePlayer, Answer]]) -> None:
         """Have tools and environments react to answers."""
-        meter, started = self.meter, time.perf_counter()
+        meter, started = self.meter, self.settings.clock()
         await asyncio.gather(*(self._step(player, answer) for player, answer in answered))
-        seconds = time.perf_counter() - started
+        seconds = self.settings.clock() - started
         for _, answer in answered:
             if answer.calls:
                 meter.tool_wait += seconds
@@ -261,9 +260,9 @@ class _Loop:
         player.fail("environment_timeout" if timeout else "environment_error", str(failure))
 
     async def _environments(self, *calls: Coroutine[Any, Any, None]) -> None:
-        started = time.perf_counter()
+        started = self.settings.clock()
         await asyncio.gather(*calls)
-        self.meter.environment_wait += len(calls) * (time.perf_counter() - started)
+        self.meter.environment_wait += len(calls) * (self.settings.clock() - started)
         self.meter.environment_steps += len(calls)
 
     async def _retire(self, players: list[EpisodePlayer]) -> None:

@@ -40,6 +40,7 @@ class EnvironmentPools:
         self._pools: dict[str, EnvironmentPool] = {}
         self._versions: dict[str, Any] = {}
         self._starting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._held: Collection[int] = ()
 
     async def play(
         self,
@@ -93,6 +94,7 @@ class EnvironmentPools:
 
     def hold(self, episodes: Collection[int]) -> None:
         """Let no time pass for these episodes, and for all others, as `EnvironmentPool.hold`."""
+        self._held = episodes
         for pool in self._pools.values():
             pool.hold(episodes)
 
@@ -137,6 +139,8 @@ class EnvironmentPools:
             log_path=self._log.with_name(f"{self._log.stem}-environments-{len(self._pools)}.log"),
         )
         self._pools[key] = pool
+        # The engine may be away since before there was this pool.
+        pool.hold(self._held)
         try:
             await pool.start()
         except BaseException:
