@@ -24,12 +24,13 @@ import pytest
 from earl_core.run.checkpoints import verify_training_state
 from tests.flows.runs import Process, Runs
 from tests.flows.test_stream import BATCH, assert_once_and_young, stream
-from tests.rollout.environments import DrawnLengths
 
 KILLS = int(os.environ.get("EARL_KILLS", "100"))
 PAUSE_SECONDS = 3.0
 """Between two of them, on average."""
 
+LENGTHS = "tests.rollout.environments:DrawnLengths"
+"""By its path: other tests assert that nobody has imported it."""
 STALENESS, ITERATIONS, SHARE, LONG = 2, 25, 20, 30
 KINDS = ("controller", "rollout", "update", "environment host")
 LEAST_CHANCE_STATISTIC = 10.83
