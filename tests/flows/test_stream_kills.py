@@ -109,7 +109,7 @@ def test_random_kills_lose_and_repeat_no_group_and_the_long_keep_their_share(run
     number = 0
     while kills.total() < KILLS:
         name, options = f"run{number}", {"share": SHARE, "long": LONG, "salt": number}
-        environment = {"name": "tests.rollout.environments:DrawnLengths", "options": options}
+        environment = {"name": LENGTHS, "options": options}
         overrides = (
             *stream(STALENESS, ITERATIONS),
             f"name={name}",
@@ -125,7 +125,7 @@ def test_random_kills_lose_and_repeat_no_group_and_the_long_keep_their_share(run
         runs.assert_learnt(name)
         last = run / f"checkpoints/{ITERATIONS - 1:06d}"
         assert verify_training_state(last)["policy_version"] == ITERATIONS
-        drawn = DrawnLengths(**options)
+        drawn = load_object(LENGTHS)(**options)
         found = lengths(run)
         assert found == {g: {drawn.turns(g)} for g in range(ITERATIONS * BATCH)}
         trained += len(found)
