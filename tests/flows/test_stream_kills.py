@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from earl_core.run.checkpoints import verify_training_state
+from earl_core.system.import_path import load_object
 from tests.flows.runs import Process, Runs
 from tests.flows.test_stream import BATCH, assert_once_and_young, stream
 
