@@ -56,6 +56,15 @@ def trained(run: Path, iteration: int) -> list[int]:
     return list(dict.fromkeys((row >> 16) // 3 for row in rows))
 
 
+def assert_told(batch: dict[str, float], oldest: list[int]) -> None:
+    """The metrics of a batch. oldest: the greatest age of each group that is trained again."""
+    assert batch["replayed_share"] == len(oldest) / (len(oldest) + PROMPTS) <= SHARE
+    assert batch.get("replayed_age_max", 0) == max(oldest, default=0)
+    assert batch.get("replayed_age_mean", 0) == (np.mean(oldest) if oldest else 0)
+    assert batch["episodes"] == 3 * PROMPTS
+    assert batch["episodes_replayed"] == 3 * len(oldest)
+
+
 def test_updates_that_train_groups_again_equal_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,12 +99,7 @@ def test_updates_that_train_groups_again_equal_the_reference(
         assert max(float(np.abs(theirs[n] - before[n]).max()) for n in theirs) > 1e-3
         assert max(float(np.abs(ours[n] - theirs[n]).max()) for n in theirs) < 1e-6
         assert update["age_max"] == max(ages(rows, number))
-        assert batch["replayed_share"] == len(expected) / (len(expected) + PROMPTS) <= SHARE
-        oldest = [max(ages(kept[group], number)) for group in expected]
-        assert batch.get("replayed_age_max", 0) == max(oldest, default=0)
-        assert batch.get("replayed_age_mean", 0) == (np.mean(oldest) if oldest else 0)
-        assert batch["episodes"] == 3 * PROMPTS
-        assert batch["episodes_replayed"] == 3 * len(expected)
+        assert_told(batch, [max(ages(kept[group], number)) for group in expected])
         # The correction weighs what is old.
         assert not expected or found["mismatch"] > 0.03
         seen.append((number, len(expected), ages(rows, number)))
