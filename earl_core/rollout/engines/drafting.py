@@ -151,11 +151,6 @@ class Drafting:
         classes = LONGEST_MATCH.bit_length() + 1
         self._accepted = [Accepted(0.7, 4.0) for _ in range(classes)]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the answers."""
-        return self._past.nbytes
-
     def begin(self, request: GenerationRequest) -> None:
         """An answer begins, or goes on where it was left."""
         sequence = self._sequences.get(request.sequence_id)
