@@ -30,7 +30,10 @@ AGENT = {
     "call_timeout_seconds": CALL_SECONDS,
     "episode_timeout_seconds": EPISODE_SECONDS,
 }
-GAME = {"name": "tic_tac_toe", "options": {"style": "compact", "opponent": "policy"}}
+ASKING = {
+    "name": "tests.rollout.environments:AskingLengths",
+    "options": {"every": BATCH, "long": 12},
+}
 
 
 def asked(staleness: int, iterations: int, environment: dict[str, Any]) -> tuple[str, ...]:
@@ -117,8 +120,9 @@ def test_agents_are_trained_once_and_wait_for_the_learner(runs: Runs) -> None:
 def test_opponents_are_of_versions_as_young_as_the_policys(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped in good order while games go on: they are played anew, counted, and said to be."""
-    overrides = (*asked(2, 4, GAME), "algorithm.kl={placement: loss, coefficient: 0.1}")
+    """Stopped in good order while episodes go on: they are played anew, counted, and said to be. The
+    long one of a batch begins while that of the batch before goes on."""
+    overrides = (*asked(2, 4, ASKING), "algorithm.kl={placement: loss, coefficient: 0.1}")
     monkeypatch.setenv("EARL_FAULT", "update.step0@1=raise")
     with pytest.raises(Exception, match=r"update\.step0@1"):
         train(runs, *overrides)

@@ -13,6 +13,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from earl_core.environments.base import Message, StepResult
+from earl_core.environments.policy_conversation import PolicyConversation
 from earl_core.environments.registry import create
 
 
@@ -62,6 +63,18 @@ class Lengths:
 
     def close(self) -> None:
         pass
+
+
+class AskingLengths(Lengths):
+    """Those whose every step asks the policy for an answer that nobody is trained on."""
+
+    wants_policy = True
+    policy: dict[str, str]
+
+    def step(self, text: str) -> StepResult:
+        result = super().step(text)
+        PolicyConversation(**self.policy).ask(*result.messages)
+        return result
 
 
 class DrawnLengths:
