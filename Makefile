@@ -43,7 +43,7 @@ lint: $(TEST_STAMP)
 
 # Two at a time, a file's tests on one worker: they share what its fixtures start. The longest files
 # are begun first (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 test: lint
 	$(PYTEST)

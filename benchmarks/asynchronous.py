@@ -53,6 +53,8 @@ _OVERLAP = (
     "environment.name=benchmarks.asynchronous:WaitingTicTacToe",
     "rollout.threads=1",
     "update.threads=1",
+    # Nothing is learnt: games of a policy that learns faster are longer.
+    "update.learning_rate=1e-9",
 )
 _TAIL = (
     "environment={name: benchmarks.asynchronous:LongTail}",
@@ -169,11 +171,13 @@ def main() -> None:
 
 
 def _measured(options: argparse.Namespace) -> int:
-    return 4 if options.quick else 12
+    measured: int = 4 if options.quick else options.iterations
+    return measured
 
 
 def _pairs(options: argparse.Namespace) -> int:
-    return 1 if options.quick else 3
+    pairs: int = 1 if options.quick else options.pairs
+    return pairs
 
 
 def _recipe(options: argparse.Namespace) -> str:
@@ -295,6 +299,8 @@ def _options() -> argparse.Namespace:
     made.add_argument("--prompts", type=int, default=64, help="prompts of an iteration (overlap)")
     made.add_argument("--groups", type=int, default=8, help="groups of a batch (carry-over)")
     made.add_argument("--turns", type=float, default=4.0, help="median of turns (carry-over)")
+    made.add_argument("--iterations", type=int, default=12, help="that are measured of each arm")
+    made.add_argument("--pairs", type=int, default=3, help="pairs of runs (never-slower)")
     made.add_argument("--keep", type=Path, help="leave the runs in this directory")
     return made.parse_args()
 

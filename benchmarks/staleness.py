@@ -45,7 +45,11 @@ def main() -> None:
     made.add_argument("--scratch", type=Path, help="directory of the runs, which are continued")
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--iterations", type=int, default=40)
+    made.add_argument("--every", type=int, default=5, help="iterations between evaluations")
     made.add_argument("--episodes", type=int, default=512, help="held-out games of an evaluation")
+    made.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    made.add_argument("--prompts", type=int, default=32, help="of an iteration, 8 games each")
+    made.add_argument("--learning-rate", type=float, default=3e-4)
     made.add_argument("--svg", type=Path, help="draw the mean curves into this file")
     options = made.parse_args()
     if options.quick:
@@ -55,22 +59,23 @@ def main() -> None:
     found = {
         (arm, seed): trained(arm, seed, scratch, options)
         for seed in range(options.seeds)
-        for arm in ARMS
+        for arm in options.arms
     }
     report = Report("staleness", "Wins while episodes are older than the policy")
     curves = []
-    for arm in ARMS:
+    for arm in options.arms:
         runs = [found[arm, seed] for seed in range(options.seeds)]
         points = _mean([_curve(run) for run in runs])
         curves.append(Curve(arm, [(x, 100 * y) for x, y in points]))
         report.rows.append(_row(arm, runs))
     to_goal = {row["staleness"]: row["iterations to 60 %"] for row in report.rows}
-    if to_goal["0"] and to_goal["1"]:
+    if to_goal.get("0") and to_goal.get("1"):
         report.headline["stale_1_iterations_share"] = float(to_goal["1"]) / float(to_goal["0"])
     report.notes += [
-        f"{options.seeds} seeds; {options.episodes} held-out games every 5 iterations of 256 "
-        "episodes. Iterations to 60 %: on the mean curve, between two evaluations by a straight "
-        "line.",
+        f"{options.seeds} seeds; {options.episodes} held-out games every {options.every} "
+        f"iterations of {8 * options.prompts} episodes at a learning rate of "
+        f"{options.learning_rate:g}. Iterations to 60 %: on the mean curve, between two "
+        "evaluations by a straight line.",
         "`4, uncorrected` has importance weights between 0.999999 and 1, which is no correction.",
         "Seconds are of the iterations without their evaluations, on two cores that other programs "
         "used, too: they do not compare the modes (benchmarks/asynchronous.py does).",
@@ -90,7 +95,9 @@ def trained(arm: str, seed: int, scratch: Path, options: Any) -> Path:
         f"model.path={scratch / f'model_{seed}'}",
         f"model.builder_options={{seed: {seed}}}",
         f"iterations={options.iterations}",
-        "evaluation.every=5",
+        f"rollout.prompts_per_iteration={options.prompts}",
+        f"update.learning_rate={options.learning_rate}",
+        f"evaluation.every={options.every}",
         f"evaluation.episodes={options.episodes}",
         *ARMS[arm],
     ]

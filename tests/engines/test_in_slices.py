@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.engines.in_slices import SLICE_TOKENS, EngineInSlices
 from earl_core.rollout.engines.torch_engine import TorchEngine
-from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request
-from tests.engines.models import make, model_logprobs, prompt_of
+from tests.engines.models import make, prompt_of
+from tests.engines.switching import assert_switches
 
 REQUESTS, TOKENS = 10, 40
 
@@ -75,27 +74,4 @@ def test_a_held_engine_begins_no_slice_and_goes_on_where_it_stood(driver: Driver
 
 
 def test_weights_change_between_any_two_tokens(driver: Driver, tmp_path: Path) -> None:
-    """Each answer stops at a token of its own, waits while the weights change, and goes on: tokens
-    have the log-probs of transformers, of the old model before and of the new one after."""
-    old = make("llama_untied", tmp_path / "old")
-    new = make("llama_untied", tmp_path / "new", seed=1)
-    changed = publish(new.state_dict(), tmp_path / "weights", 1, torch.float32)
-    ends = np.random.default_rng(0).integers(1, TOKENS - REQUESTS, REQUESTS).tolist()
-    begun = [
-        driver.generate([request(n, prompt_of(n, 5 + n), max_tokens=end)])[0]
-        for n, end in enumerate(ends)
-    ]
-    driver.run(driver.engine.play_under(changed))
-    again = [
-        request(n, prompt_of(n, 5 + n), max_tokens=TOKENS, begun=each)
-        for n, each in enumerate(begun)
-    ]
-    answers = driver.generate(again)
-    for n, (end, answer) in enumerate(zip(ends, answers, strict=True)):
-        assert [tuple(span) for span in answer.spans] == [(0, 0, end), (1, end, TOKENS)]
-        assert answer.tokens[:end] == begun[n].tokens
-        prompt = prompt_of(n, 5 + n)
-        before, after = (model_logprobs(m, prompt, answer.tokens, 0.7) for m in (old, new))
-        expected = [*before[:end], *after[end:]]
-        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
-        assert np.abs(np.array(before) - after).max() > 0.1
+    assert_switches(driver, tmp_path)

@@ -20,6 +20,7 @@ from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request
 from tests.engines.models import make, model_logprobs, prompt_of
 from tests.engines.starting import start
+from tests.engines.switching import assert_switches
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -105,6 +106,11 @@ def test_answers_go_on_under_new_weights_after_the_memory_was_away(
     for model, aside in zip(reversed(models), between, strict=True):
         expected = model_logprobs(model, prompt_of(0, 5), aside.tokens, 0.7)
         np.testing.assert_allclose(aside.logprobs, expected, atol=1e-4)
+
+
+def test_weights_change_between_any_two_tokens(driver: Driver, tmp_path: Path) -> None:
+    # The test before leaves the weights of the beginning, as a later version.
+    assert_switches(driver, tmp_path, driver.engine.policy_version or 0)
 
 
 def test_each_part_of_an_answer_has_draws_of_its_own() -> None:

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,31 @@ def test_unfinished_groups_go_on_under_new_weights_and_are_trained_once(
     # The long group of the last batch began two iterations before.
     rows = pq.read_table(runs.run() / "iterations/000005/episodes.parquet").to_pylist()
     assert {3, 5} <= {v for row in rows if row["group_id"] == 20 for v in row["token_versions"]}
+    assert runs.shared_memory() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_plays_when_a_run_is_asked_to_stop_goes_on_at_the_next_token(
+    runs: Runs, number: signal.Signals
+) -> None:
+    """As the end of a container, a cancelled flow run and Ctrl-C ask, while the learner works."""
+    process = runs.start(*stream(2, 4), fault="update.step0@1=wait")
+    deadline = time.monotonic() + 240
+    while (1, "update") not in runs.executed("started"):
+        assert process.poll() is None, runs.output_path(0).read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.wait(120)
+    runs.wait_for_workers_to_end()
+    parked = parked_answers(runs.run())
+    assert parked
+    train(runs, *stream(2, 4))
+    assert_once_and_young(runs.run(), 2, 4)
+    assert_taken_up(runs.run(), parked, 1)
+    assert sum(line["rollout/groups_anew"] for line in runs.metrics()) == 0
+    runs.assert_learnt()
     assert runs.shared_memory() == []
 
 

@@ -120,8 +120,8 @@ def test_agents_are_trained_once_and_wait_for_the_learner(runs: Runs) -> None:
 def test_opponents_are_of_versions_as_young_as_the_policys(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped in good order while episodes go on: they are played anew, counted, and said to be. The
-    long one of a batch begins while that of the batch before goes on."""
+    """Stopped in good order while episodes go on: they are played anew, counted, and said to be.
+    The long one of a batch begins while that of the batch before goes on."""
     overrides = (*asked(2, 4, ASKING), "algorithm.kl={placement: loss, coefficient: 0.1}")
     monkeypatch.setenv("EARL_FAULT", "update.step0@1=raise")
     with pytest.raises(Exception, match=r"update\.step0@1"):

@@ -45,11 +45,12 @@ def setting(tmp_path: Path, model: Path) -> Setting:
     return setting
 
 
-async def interrupted(worker: RolloutWorker, setting: Setting, away: float) -> Any:
-    """All groups, whose engine is away amid their answers and then plays another version."""
+async def interrupted(worker: RolloutWorker, setting: Setting, away: float, slices: int = 2) -> Any:
+    """All groups, whose engine is away amid their answers, or before anybody has asked for one, and
+    then plays another version."""
     await worker.load(setting.weights(0))
     await worker.admit(given())
-    found = await played(worker, 2)
+    found = await played(worker, slices)
     await worker.park()
     await asyncio.sleep(away)
     await worker.load(setting.weights(1))
@@ -85,6 +86,20 @@ def test_requests_of_agents_wait_for_an_engine_that_is_away(setting: Setting) ->
         switched += any(first != last for first, last in pairs)
         assert row["opponent_versions"] == []
     assert switched, "no answer was open while the engine was away"
+
+
+@pytest.mark.slow
+def test_agents_that_begin_while_the_engine_is_away_wait_for_it(setting: Setting) -> None:
+    async def work() -> Any:
+        worker = setting.worker()
+        try:
+            return await interrupted(worker, setting, AWAY_SECONDS, 0)
+        finally:
+            await worker.close()
+
+    groups = asyncio.run(work())
+    assert [each["tally"]["failed"] for each in groups] == [0] * len(GROUPS)
+    assert [each["tally"]["load"]["calls_timed_out"] for each in groups] == [0] * len(GROUPS)
 
 
 def test_an_evaluation_is_played_while_agents_hold_all_threads(
@@ -203,7 +218,9 @@ def test_the_versions_that_answer_as_the_opponent_are_recorded(
         own = [row for row in found.values() if row["group_id"] == each["group"]]
         named = {v for row in own for v in (*row["token_versions"], *row["opponent_versions"])}
         assert each["versions"] == sorted(named - {-1})
-        assert each["tally"]["failed"] == each["tally"]["load"]["episodes_retried"] == 0
+        load = each["tally"]["load"]
+        assert each["tally"]["failed"] == load["episodes_retried"] == 0
+        assert load["environment_wait"] < AWAY_SECONDS, "waits for the learner are counted"
 
 
 class InParts:

@@ -112,6 +112,14 @@ def test_a_curriculum_learns_from_what_is_trained_before_a_group_may_begin(tmp_p
     for name in ("tic_tac_toe", "connect_four"):
         prompts = [prompt for each in drawn for label, prompt in each if label == name]
         assert prompts == [*range(len(prompts))]
+    # In a run that goes back, what a batch learns from is made anew.
+    run.stage_path(5, "reward").unlink()
+    reward(run, 5, {"tic_tac_toe": [[0.5, 0.5]], "connect_four": [[0.0, 1.0]]})
+    draws.settle(6)
+    again = [
+        [each.of(7 * SIZE + place) for place in range(SIZE)] for each in (draws, GroupDraws(run))
+    ]
+    assert again[0] == again[1] != drawn[7]
     run.close()
 
 
