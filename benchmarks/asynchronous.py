@@ -53,8 +53,9 @@ _OVERLAP = (
     "environment.name=benchmarks.asynchronous:WaitingTicTacToe",
     "rollout.threads=1",
     "update.threads=1",
-    # Nothing is learnt: games of a policy that learns faster are longer.
+    # Nothing is learnt, because games of a policy that learns faster are longer.
     "update.learning_rate=1e-9",
+    "update.epochs=4",
 )
 _TAIL = (
     "environment={name: benchmarks.asynchronous:LongTail}",

@@ -14,20 +14,23 @@ from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.record import read_record
 from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, write_table
 from tests.flows.runs import LEARNING, Runs
+from tests.flows.test_divided import STAYING
+from tests.flows.test_overlap import intervals
 from tests.flows.test_selector_runs import plan
 
 
 def test_a_run_says_who_lays_it_out_and_goes_on_so(runs: Runs) -> None:
     """First with given threads; then with open ones, on cores whose engines were measured; and
-    then again without what was measured."""
+    then again without what was measured. What it divides overlaps."""
     directory = runs.directory / "profiles"
     selector = f"selector={json.dumps({'profile_directory': str(directory)})}"
-    loose = [*LEARNING, "rollout.threads=0", "update.threads=0", selector, "iterations=1"]
+    stale = ["schedule.staleness=1", "algorithm.importance_correction={}", "iterations=2"]
+    loose = [*LEARNING, *stale, "rollout.threads=0", "update.threads=0", selector]
     given = load_config(runs.config, loose)
     _, mark, _ = profile_of(given, read_hardware(), read_model_shape(runs.model))
     place = {"context": 42.0, "requests": 32.0, "tokens_per_second": 5000.0, "weight": 4.0}
     keys = "rollout tp1 1x2threads", "rollout tp1"
-    points = tuple(ProfilePoint(key=key, **place) for key in keys)
+    points = (*(ProfilePoint(key=key, **place) for key in keys), *STAYING)
     write_table(directory, mark, ProfileTable(points=points))
 
     assert runs.train_here(
@@ -41,14 +44,17 @@ def test_a_run_says_who_lays_it_out_and_goes_on_so(runs: Runs) -> None:
     assert plan(runs, 0).reasons["policy"] == f"auto: {exact}"
     assert read_record(runs.run())["selector"] == {"auto": "fixed", "why": exact}
 
+    times = [intervals(runs, stage, "loose") for stage in ("rollout", "update")]
+    assert times[0][1][0] < times[1][0][1], "the second rollout has waited for the first update"
+
     shutil.rmtree(directory)
-    assert runs.train_here({"overrides": ["name=loose", *loose, "iterations=2"]}) == [None]
+    assert runs.train_here({"overrides": ["name=loose", *loose, "iterations=3"]}) == [None]
     text = "cores to lay the stages out on"
     assert text in said
     assert "selector.policy live_tokens: as the run began" in runs.output_path(1).read_text()
     written = yaml.safe_load((runs.run("loose") / "config.yaml").read_text())
     assert written["selector"]["policy"] == "live_tokens"
-    for iteration in range(2):
+    for iteration in range(3):
         sealed = runs.run("loose") / "iterations" / f"{iteration:06d}" / "select.json"
         chosen = json.loads(sealed.read_text())["outputs"]["plan"]
         assert chosen["policy"] == "live_tokens"

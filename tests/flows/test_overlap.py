@@ -24,11 +24,11 @@ STALE = (
 SIDE_BY_SIDE = (*STALE, "stages.placement=shared")
 
 
-def intervals(runs: Runs, stage: str) -> dict[int, tuple[float, float]]:
+def intervals(runs: Runs, stage: str, name: str = "run") -> dict[int, tuple[float, float]]:
     """Start and seal of a stage by iteration, in seconds."""
     times: dict[tuple[int, str], float] = {
         (line["iteration"], line["event"]): line["time"]
-        for line in runs.ledger()
+        for line in runs.ledger(name)
         if line["stage"] == stage
     }
     return {

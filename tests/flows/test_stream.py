@@ -156,7 +156,9 @@ def test_unfinished_groups_go_on_under_new_weights_and_are_trained_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.campaign)]
+)
 def test_what_plays_when_a_run_is_asked_to_stop_goes_on_at_the_next_token(
     runs: Runs, number: signal.Signals
 ) -> None:
