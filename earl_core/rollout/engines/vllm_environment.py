@@ -170,12 +170,16 @@ def engine_arguments(
         "tensor_parallel_size": tensor_parallel,
         "trust_remote_code": engine.trust_remote_code,
         "enable_prefix_caching": True,
-        "skip_tokenizer_init": True,
+        # Only grammars need a tokenizer.
+        "skip_tokenizer_init": not engine.masked,
+        "tokenizer_mode": "hf",
         "generation_config": "vllm",
         "hf_overrides": partial(overrides, float32_head=engine.float32_head),
         # Raw log-probs, the default, are not those of the tempered distribution sampled from.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "earl_core.rollout.engines.vllm_worker.PolicyWeights",
+        # The trainer's; by default vLLM takes another one where it thinks that better.
+        "structured_outputs_config": {"backend": "xgrammar"},
         "disable_log_stats": True,
         "seed": 0,
         **platform_arguments(settings, engine.max_running_requests),
