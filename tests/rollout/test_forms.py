@@ -118,18 +118,18 @@ def test_the_trainer_has_the_log_probs_that_the_engine_sampled_at(
             recorded = np.concatenate([each.rollout_logprobs for each in samples])
             assert (np.abs(found - recorded).max() < 1e-4) == held
             if held:
-                assert (found[np.concatenate([s.loss_mask for s in samples]) == 1] == 0).any()
+                trained = np.concatenate([each.loss_mask for each in samples]) == 1
+                # Of what alone is allowed.
+                assert (np.abs(found[trained]) < 1e-6).mean() > 0.3
             del samples
     store.remove()
 
 
-@pytest.mark.parametrize("form", CALL_FORMS)
+@pytest.mark.parametrize("form", sorted(CALL_FORMS.keys() - {"deepseek"}))
 def test_calls_that_a_grammar_writes_are_read_as_such(
     model: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One call, and as many as the model likes."""
-    if form == "deepseek":
-        pytest.skip("its signs are not in a vocabulary of ASCII characters")
     monkeypatch.setattr(asking_module, "ChatTokenizer", partial(ChatTokenizer, tool_format=form))
     monkeypatch.setattr(asking_module, "ROWS", 0)
 
@@ -144,14 +144,15 @@ def test_calls_that_a_grammar_writes_are_read_as_such(
                 calls = called(reply)
                 assert calls
                 assert all(name in ("f", "g") for name, _ in calls)
-                assert all(each["colour"] in ("red", "blue") for _, each in calls)
+                # A space around a value of XML is part of it.
+                assert all(each["colour"].strip() in ("red", "blue") for _, each in calls)
                 assert len(calls) == 1 or number == 0
 
     asyncio.run(on_torch(model, run))
 
 
 def test_deepseek_s_calls_are_read_as_such() -> None:
-    """Written by hand, as its grammar does."""
+    """Written as its grammar does, by hand: its signs are in no vocabulary of ASCII characters."""
     chat = ChatTokenizer(char_tokenizer(CHATML), tool_format="deepseek")
     part = CALL_FORMS["deepseek"].calls(TOOLS, True)
     begin, calls, end = part["elements"]
@@ -164,7 +165,7 @@ def test_deepseek_s_calls_are_read_as_such() -> None:
 
 
 REFUSED = {
-    "it has no grammar: .*parenthesis is not closed": {"guided_regex": r"(?=a)("},
+    "it has no grammar: .*(?i:look)": {"guided_regex": r"(?=a)a"},
     "'uniqueItems' in a schema has no grammar": {"guided_json": {"uniqueItems": True}},
     "over 64 levels deep": {"guided_json": json.loads('{"anyOf": [' * 60 + "{}" + "]}" * 60)},
     "over 131,072 characters": {"guided_choice": ["x" * 2**18]},
@@ -232,7 +233,8 @@ def test_forms_of_turns_are_written_once_and_read_back() -> None:
 
 def test_a_prefix_of_answers_and_masks_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="leave one of them out"):
-        RolloutConfig(requests={"constrained": "engine"}, answer_prefix="{")
+        sizes = {"prompts_per_iteration": 1, "group_size": 2, "max_turns": 1}
+        RolloutConfig(**sizes, requests={"constrained": "engine"}, answer_prefix="{")
 
 
 def test_a_missing_library_is_told_before_work(monkeypatch: pytest.MonkeyPatch) -> None:

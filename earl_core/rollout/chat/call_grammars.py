@@ -58,6 +58,9 @@ class CallForm:
         name = function["name"]
         begin, _, rest = self.begin.partition("NAME")
         arguments = schema({"type": "object", **(function.get("parameters") or {})})
+        if self.style != "json":
+            # Of white space around a value one new line is not read as part of it.
+            arguments["max_whitespace_cnt"] = 1
         written = json.dumps(name)[1:-1] if begin.endswith('"') else name
         return {
             "type": "tag",

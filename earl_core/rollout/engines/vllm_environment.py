@@ -224,3 +224,11 @@ def platform_arguments(settings: VllmConfig, running: int) -> dict[str, Any]:
         "block_size": block,
         "kv_cache_memory_bytes": settings.kv_cache_gib * _GIB,
     }
+
+
+def settle(engine: Any) -> int:
+    """Have the answers of a started engine end at the tokens that its requests name, and at the
+    tokenizer's own end of a text: grammars would have those that the model's files name, too, words
+    among them. Returns how many tokens the model has."""
+    engine.input_processor.generation_config_fields.pop("eos_token_id", None)
+    return int(engine.model_config.get_vocab_size())

@@ -79,7 +79,7 @@ class Session:
         self._most_characters = longest * self._most_tokens
         self._aside, self._large = aside, asyncio.Lock()
         self._asked_prompts = asked_prompts
-        self._forms = settings.grammars and Forms(chat, settings.grammars)
+        self._forms = None if settings.grammars is None else Forms(chat, settings.grammars)
         self._counting: set[asyncio.Task[None]] = set()
         self.conversations: dict[str, Sequence[Message]] = {}
         """Conversations up to answers that can be gone on with by name."""
