@@ -11,10 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from earl_core.pretrained.grammars import Grammars, grammars_of
 from earl_core.rollout.engine_factory import most_running
 from earl_core.rollout.engine_worker import EngineWorker
 from earl_core.rollout.environment_pools import EnvironmentPools
@@ -65,10 +63,6 @@ class GroupWorker(EngineWorker):
             constrained=rollout.requests.constrained,
             grammars=self._grammars if rollout.requests.constrained == "engine" else None,
         )
-
-    def _grammars(self) -> Grammars:
-        model = self._config.initial_model
-        return grammars_of(Path(model.path), model.trust_remote_code)
 
     def _specs(self, group: int, drawn: Draw, iteration: int) -> list[EpisodeSpec]:
         """The episodes of a group. iteration: the one that trains on them."""

@@ -10,7 +10,6 @@ import yaml
 
 from tests.flows.runs import KILLED, LEARNING, Runs
 
-
 ASKS = {"extra_body": {"guided_regex": "[1-9]"}}
 """A move, and its end, which alone is allowed then."""
 

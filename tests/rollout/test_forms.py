@@ -232,8 +232,8 @@ def test_forms_of_turns_are_written_once_and_read_back() -> None:
 
 
 def test_a_prefix_of_answers_and_masks_exclude_each_other() -> None:
+    sizes: dict[str, Any] = {"prompts_per_iteration": 1, "group_size": 2, "max_turns": 1}
     with pytest.raises(ValueError, match="leave one of them out"):
-        sizes = {"prompts_per_iteration": 1, "group_size": 2, "max_turns": 1}
         RolloutConfig(**sizes, requests={"constrained": "engine"}, answer_prefix="{")
 
 
