@@ -37,7 +37,8 @@ class TargetMasks:
         first: the token of the first column."""
         index = self.index[positions]
         held = (index >= 0).nonzero()[:, 0]
-        for at in held.split(max(1, _LOGITS_PER_STEP // max(1, logits.shape[1]))):
+        step = max(1, _LOGITS_PER_STEP // max(1, logits.shape[1]))
+        for at in torch.split(held, step):
             some = logits[at]
             forbid(some, self.rows[index[at]], _FORBIDDEN, first)
             logits[at] = some
