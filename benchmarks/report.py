@@ -170,6 +170,7 @@ def _row(
         "finish_reason": "done",
         "outcome": "win" if episode.reward > 0.5 else "loss",
         "scoring": "",
+        "forms": "",
         "texts": texts,
         "tokens": episode.tokens,
         "loss_mask": episode.loss_mask,

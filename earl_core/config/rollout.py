@@ -59,10 +59,12 @@ class VllmConfig(Settings):
 class RequestsConfig(Settings):
     """How the requests of agents are taken."""
 
-    constrained: Literal["free", "refuse"] = Field(
+    constrained: Literal["engine", "free", "refuse"] = Field(
         default="free",
         description="Requests for answers of a form: a tool_choice that asks for a call, "
-        "response_format and its like. free: answers are sampled freely, frameworks ask again "
+        "response_format and its like. engine: the engine samples no token that would leave the "
+        "form, and the trainer computes log-probs of the same distribution; needs xgrammar, which "
+        "comes with vLLM. free: answers are sampled freely, frameworks ask again "
         "where one lacks the form, and rollout/constrained_satisfied_share says how many have it. "
         "refuse: such a request gets status 400.",
     )
@@ -234,6 +236,15 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"rollout.max_tokens_per_turn ({turn}) exceeds rollout.max_tokens_per_episode "
                 f"({episode}): lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _forms(self) -> RolloutConfig:
+        if self.requests.constrained == "engine" and self.answer_prefix:
+            raise ValueError(
+                "rollout.requests.constrained is `engine`, and grammars begin with what is "
+                "sampled, not with rollout.answer_prefix: leave one of them out"
             )
         return self
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 from earl_core.system import fault_points, memory
 from earl_core.system.memory import (
     give_back_free_memory,
@@ -165,3 +166,20 @@ def peak_bytes() -> dict[str, float]:
         free, total = torch.cuda.mem_get_info()
         peaks["other_cuda_bytes"] = float(max(0, total - free - torch.cuda.memory_reserved()))
     return peaks
+
+
+# Positions of a chunk of logits on a GPU that is short of memory, at least.
+_FEWEST_POSITIONS = 128
+
+
+def positions_that_fit(width: int, device: torch.device) -> int:
+    """Positions of a chunk of logits by default; halved until a GPU's free memory holds two such
+    chunks."""
+    gpu = device.type == "cuda"
+    most = positions_at_a_time(width, gpu=gpu)
+    if gpu and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
+        reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + reserved - used
+        while most > _FEWEST_POSITIONS and 2 * most * width * BYTES_PER_LOGIT > free:
+            most //= 2
+    return most

@@ -39,6 +39,7 @@ from earl_core.learner.data.zero_advantage import Skipped
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.model import PackedTensors
 from earl_core.learner.staging import SentBuffer, Staging
+from earl_core.learner.target_masks import TargetMasks
 from earl_core.tensors.collectives import Ranks
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class Feed:
             boundaries=boundaries,
             predictors=place(mine.predictors),
             targets=place(mine.targets),
+            masks=TargetMasks.of(mine.masks, self._device),
         )
         context = None
         if share is not None:

@@ -20,6 +20,7 @@ from earl_core.learner.lm_head import EntropyMode, decoder_of, head_of
 from earl_core.learner.low_rank import pairs_of
 from earl_core.learner.packing_check import check_packing
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+from earl_core.learner.target_masks import TargetMasks
 from earl_core.learner.token_logprobs import HeadScore, multiply
 from earl_core.pretrained.huggingface import GradientCheckpointingLayer, PreTrainedModel
 
@@ -27,13 +28,14 @@ from earl_core.pretrained.huggingface import GradientCheckpointingLayer, PreTrai
 @dataclass(frozen=True)
 class PackedTensors:
     """The tensors that the model needs of a `PackedMicrobatch`, on the model's device; T and T' as
-    there. targets: None: the likeliest ones."""
+    there. targets: None: the likeliest ones. masks: of those that were sampled under a grammar."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
     boundaries: SampleBoundaries
     predictors: torch.Tensor
     targets: torch.Tensor | None
+    masks: TargetMasks | None = None
 
     @classmethod
     def from_microbatch(
@@ -50,6 +52,7 @@ class PackedTensors:
             boundaries=SampleBoundaries.from_tree(packed.tree, device),
             predictors=move(packed.predictors),
             targets=move(packed.targets),
+            masks=TargetMasks.of(packed.masks, device),
         )
 
 
@@ -149,7 +152,7 @@ class Scoring(nn.Module):
             self.compiled,
         )
         if packed.targets is not None:
-            return score(self.head, states, packed.predictors, packed.targets)
+            return score(self.head, states, packed.predictors, packed.targets, packed.masks)
         tokens = likeliest(
             self.head, states, packed.predictors, self.vocabulary, float32=self.float32_head
         )

@@ -19,6 +19,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, ShardEntry
 from earl_core.experience.alike_groups import left_out_rows
+from earl_core.learner.data.masks import masks_of
 from earl_core.learner.data.samples import (
     LABEL,
     SCORED,
@@ -31,6 +32,7 @@ from earl_core.learner.loading import first_policy
 from earl_core.learner.memory import Parking, guarded, peak_bytes, reset_peak
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.pretrained.grammars import TokenMasks, check_library, grammars_of
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
@@ -46,6 +48,8 @@ class ModelWorker(RunWorker):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        if self._config.rollout.requests.constrained == "engine":
+            check_library()
         self._mesh = create_mesh(self._deployment, self._peers.memories(self._hosts))
         self._ranks = Ranks(self._mesh)
         self._reader = RankReader(self._reads(), self._hosts, _row_cost(self._model()))
@@ -70,6 +74,12 @@ class ModelWorker(RunWorker):
         """Take it again, before anything else is called."""
         self._parking.take()
         return {}
+
+    def _masks(self, batch: Batch) -> list[TokenMasks | None]:
+        """The masks of the batch's rows, by the policy's tokenizer. An error is everyone's."""
+        model = self._config.initial_model
+        make = partial(grammars_of, Path(model.path), model.trust_remote_code)
+        return self._ranks.do(lambda: masks_of(batch, make))
 
     def _open(
         self,
@@ -133,7 +143,7 @@ class ModelWorker(RunWorker):
     ) -> list[np.ndarray]:
         """Score the samples of an environment by its own reference, and those of environments
         without a penalty by none: their log-probs are 0. As `PolicyLearner.score`."""
-        config, samples = self._config, training_samples(batch)
+        config, samples = self._config, training_samples(batch, self._masks(batch))
         if config.one_penalty:
             return self._learner.score(samples, on_progress, out)
         scores = list(out or [np.empty(len(each.tokens), np.float32) for each in samples])

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
+from earl_core.learner.memory import positions_that_fit
 from earl_core.learner.shared_rows import sum_rows
-from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 
 if TYPE_CHECKING:
     from earl_core.learner.lm_head import EntropyMode
     from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
+    from earl_core.learner.target_masks import TargetMasks
 
 _T = TypeVar("_T")
 
@@ -36,8 +37,6 @@ _T = TypeVar("_T")
 _LOGITS_PER_STEP, _LOGITS_PER_STEP_OF_A_GPU = 2**20, 2**26
 # Numbers of the weight's gradient that are computed before they are added to its sum.
 _GRADIENTS_PER_STEP = 2**24
-# Positions of a chunk on a GPU that is short of memory, at least.
-_FEWEST_POSITIONS = 128
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,20 @@ class HeadScore:
     compiled: bool = False
 
     def __call__(
-        self, head: nn.Module, states: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
+        self,
+        head: nn.Module,
+        states: torch.Tensor,
+        predictors: torch.Tensor,
+        targets: torch.Tensor,
+        masks: TargetMasks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs, and entropies or None, of targets [T'] under softmax(logits / temperature);
         float32 [T'].
 
         head: a linear layer [vocabulary, hidden], maybe with a bias. states: [T, hidden].
-        predictors, targets: int64 [T'], rows of the states and tokens. Products are in the weight's
-        dtype, unless `float32`. Collective where the vocabulary is split, in the backward pass too.
+        predictors, targets: int64 [T'], rows of the states and tokens. masks: of the targets, in
+        whose distributions some tokens are not. Products are in the weight's dtype, unless
+        `float32`. Collective where the vocabulary is split, in the backward pass too.
         """
         weight = cast(torch.Tensor, head.weight)
         bias = cast("torch.Tensor | None", getattr(head, "bias", None))
@@ -74,7 +79,7 @@ class HeadScore:
             weight = self.vocabulary.local(weight)
             bias = None if bias is None else self.vocabulary.local(bias)
         logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            states, weight, bias, predictors, targets, self
+            states, weight, bias, predictors, targets, self, masks
         )
         return logprobs, None if self.entropy == "none" else entropies
 
@@ -84,24 +89,12 @@ class HeadScore:
 
     def chunks(self, positions: int, width: int, device: torch.device) -> list[slice]:
         """The positions of each chunk, as even as can be."""
-        most = self.chunk_tokens or _positions_that_fit(width, device)
+        most = self.chunk_tokens or positions_that_fit(width, device)
         count = -(-positions // most)
         return [
             slice(index * positions // count, (index + 1) * positions // count)
             for index in range(count)
         ]
-
-
-def _positions_that_fit(width: int, device: torch.device) -> int:
-    """Positions of a chunk by default; halved until a GPU's free memory holds two such chunks."""
-    gpu = device.type == "cuda"
-    most = positions_at_a_time(width, gpu=gpu)
-    if gpu and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
-        reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + reserved - used
-        while most > _FEWEST_POSITIONS and 2 * most * width * BYTES_PER_LOGIT > free:
-            most //= 2
-    return most
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -114,8 +107,9 @@ class _TokenLogprobs(torch.autograd.Function):
         predictors: torch.Tensor,
         targets: torch.Tensor,
         score: HeadScore,
+        masks: TargetMasks | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = _Head(weight.float() if score.float32 else weight, bias, score.temperature)
+        head = _Head(weight.float() if score.float32 else weight, bias, score, masks)
         width = score.vocabulary.most if score.vocabulary is not None else len(weight)
         # A rank without rows has nothing to compute.
         chunks = score.chunks(len(predictors), width, states.device) if len(weight) else []
@@ -129,7 +123,7 @@ class _TokenLogprobs(torch.autograd.Function):
         sums = _Sums(len(predictors), states.device)
         for rows in chunks:
             part = logits[: rows.stop - rows.start]
-            head.logits(states, predictors[rows], part)
+            head.logits(states, predictors, rows, part)
             sums.add(part, rows, place[rows], score)
         if score.vocabulary is not None:
             raised = sums.exchange(inside, score.vocabulary)
@@ -143,7 +137,7 @@ class _TokenLogprobs(torch.autograd.Function):
             entropies = log_total - sums.weighted / sums.total
         if score.entropy != "differentiable":
             ctx.mark_non_differentiable(entropies)
-        ctx.score, ctx.chunks = score, chunks
+        ctx.score, ctx.chunks, ctx.masks = score, chunks, masks
         ctx.save_for_backward(
             states, head.weight, bias, predictors, place, inside, sums.top, log_total, entropies,
             logits,
@@ -156,7 +150,7 @@ class _TokenLogprobs(torch.autograd.Function):
             ctx.saved_tensors
         )
         score, chunks = ctx.score, ctx.chunks
-        head = _Head(weight, bias, score.temperature)
+        head = _Head(weight, bias, score, ctx.masks)
         slope = _Slope.of(gradients, log_total, entropies, score)
         target = gradients[0] * inside / score.temperature
         to_rows = _zeros(states, len(predictors), weight.shape[1])
@@ -168,7 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
             part = logits[: rows.stop - rows.start]
             fresh = rows is not chunks[-1]
             if fresh:
-                head.logits(states, predictors[rows], part)
+                head.logits(states, predictors, rows, part)
             rounded = weight.dtype != part.dtype
             to_logits = part.new_empty(part.shape, dtype=weight.dtype) if rounded else part
             for some in _steps(part, score):
@@ -193,7 +187,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if score.vocabulary is not None:
             score.vocabulary.sum(to_rows)
         to_states = sum_rows(to_rows, predictors, len(states)).to(states.dtype)
-        return to_states, to_weight, to_bias, None, None, None
+        return to_states, to_weight, to_bias, None, None, None, None
 
 
 class _Head(NamedTuple):
@@ -201,13 +195,19 @@ class _Head(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    temperature: float
+    score: HeadScore
+    masks: TargetMasks | None
 
-    def logits(self, states: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """The logits of these rows, before the temperature: float32 [n, vocabulary]."""
-        multiply(self._inputs(states, rows), self.weight.t(), out)
+    def logits(
+        self, states: torch.Tensor, predictors: torch.Tensor, rows: slice, out: torch.Tensor
+    ) -> None:
+        """The logits of a chunk, before the temperature: float32 [n, vocabulary]."""
+        multiply(self._inputs(states, predictors[rows]), self.weight.t(), out)
         if self.bias is not None:
             out += self.bias
+        if self.masks is not None:
+            shard = self.score.vocabulary
+            self.masks.apply(out, rows, 0 if shard is None else shard.start)
 
     def add_gradient(
         self, total: torch.Tensor, to_logits: torch.Tensor, states: torch.Tensor, rows: torch.Tensor

@@ -37,6 +37,7 @@ from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
 from earl_core.learner.model_worker import ModelWorker, update_settings
 from earl_core.learner.reshard import reshard
+from earl_core.pretrained.grammars import TokenMasks
 from earl_core.run.policy_versions import INITIAL_VERSION, assigned
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
@@ -262,10 +263,11 @@ class LearnerWorker(ModelWorker):
         out = skipped.table[:, 0]
         batch = leases.enter_context(self._open(manifests, columns, split, link_bytes, without=out))
         shards: list[ShardEntry] = []
-        old = None
+        old, masks = None, self._masks(batch)
         if self._config.needs_old_logprobs and not self._config.imitates(iteration):
-            shards, old = self._score(batch, iteration, leases)
-        samples = training_samples(batch, old, self._version, self._coefficient(iteration))
+            shards, old = self._score(batch, masks, iteration, leases)
+        given = old, self._version, self._coefficient(iteration)
+        samples = training_samples(batch, masks, *given)
         return _Rows(samples, skipped, shards, batch)
 
     def _staleness(self, rows: _Rows, iteration: int) -> dict[str, float]:
@@ -304,13 +306,17 @@ class LearnerWorker(ModelWorker):
         return choose(table, whole_episodes=whole, seed=seed, iteration=iteration)
 
     def _score(
-        self, batch: Batch, iteration: int, leases: ExitStack
+        self,
+        batch: Batch,
+        masks: Sequence[TokenMasks | None],
+        iteration: int,
+        leases: ExitStack,
     ) -> tuple[list[ShardEntry], list[np.ndarray]]:
         """The trainer's log-probs of the rank's rows before its first step. A replica's leader
         writes them into a shard and gives views of it; the others keep theirs."""
         if not (self._mesh.leader and len(batch)):
-            return [], self._learner.score(training_samples(batch))
-        score = partial(self._learner.score, training_samples(batch), None)
+            return [], self._learner.score(training_samples(batch, masks))
+        score = partial(self._learner.score, training_samples(batch, masks), None)
         entry = self._publish_scores(batch, OLD_LOGPROBS_SCHEMA, self.stage, score)
         written = Manifest(
             run="",

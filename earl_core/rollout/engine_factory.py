@@ -66,6 +66,7 @@ def _engine(config: RunConfig, deployment: StageDeployment) -> Engine:
         "trust_remote_code": config.model.trust_remote_code,
         "adapter_rank": config.model.adapter and config.model.adapter.rank,
         "drafts": rollout.drafts,
+        "masked": rollout.requests.constrained == "engine",
     }
     if rollout.engine == "torch":
         from earl_core.rollout.engines.torch_engine import TorchEngine

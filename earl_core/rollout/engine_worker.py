@@ -17,6 +17,7 @@ from typing import Any
 
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.pretrained.adapter_directory import is_adapter
+from earl_core.pretrained.grammars import Grammars, grammars_of
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, most_running
@@ -61,6 +62,9 @@ class EngineWorker(RunWorker):
         """Start the engine, with the model's initial weights; raises as `ensure` does."""
         if self._engine is not None:
             return
+        if self._config.rollout.requests.constrained == "engine":
+            # Seconds for a large vocabulary, which the first request need not wait for.
+            await asyncio.to_thread(self._grammars)
         self._chat = load_chat_tokenizer(self._config)
         self._positions = read_model_shape(Path(self._config.initial_model.path)).max_positions
         engine = build_engine(self._config, self._deployment)
@@ -70,6 +74,11 @@ class EngineWorker(RunWorker):
             await engine.stop()
             raise
         self._engine = engine
+
+    def _grammars(self) -> Grammars:
+        """The grammars of the model's tokenizer. Raises as `grammars_of`."""
+        model = self._config.initial_model
+        return grammars_of(Path(model.path), model.trust_remote_code)
 
     async def ensure(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Make the engine play under these weights: a dumped `WeightsManifest`, or {"directory",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from earl_core.environments.base import Message, StepResult
+from earl_core.pretrained.grammars import Grammars
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Answer, Tools
@@ -32,7 +33,7 @@ class PlaySettings:
     position range, the only one that ends an episode; None: that of the engine. call_seconds: how
     long an agent waits for an answer. episode_seconds: how long an episode of the built-in loop
     takes, by the `clock`, in seconds. constrained: how agents' requests for answers of a form are
-    taken, as `rollout.requests` has it.
+    taken, as `rollout.requests` has it; where that is `engine`, `grammars` makes the model's.
     """
 
     max_turns: int
@@ -46,6 +47,7 @@ class PlaySettings:
     call_seconds: float | None = None
     episode_seconds: float | None = None
     constrained: str = "free"
+    grammars: Callable[[], Grammars] | None = None
     clock: Callable[[], float] = time.monotonic
 
 

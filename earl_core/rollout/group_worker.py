@@ -61,6 +61,7 @@ class GroupWorker(EngineWorker):
             max_live_episodes=running if lockstep else 2 * running,
             positions=self._positions,
             constrained=rollout.requests.constrained,
+            grammars=self._grammars if rollout.requests.constrained == "engine" else None,
         )
 
     def _specs(self, group: int, drawn: Draw, iteration: int) -> list[EpisodeSpec]:

@@ -193,7 +193,8 @@ def _with_texts(table: pa.Table) -> pa.Table:
     """Texts as lists; what people read has no secrets in it."""
     lists = [json.loads(row) for row in table["texts"].to_pylist()]
     texts = [[redact(utf8(text)) for text in each] for each in lists]
-    shown = {name: map(redact, table[name].to_pylist()) for name in ("outcome", "scoring")}
+    there = [name for name in ("outcome", "scoring", "forms") if name in table.column_names]
+    shown = {name: map(redact, table[name].to_pylist()) for name in there}
     for name, values in {"texts": texts, **shown}.items():
         field = SCHEMA.field(name)
         table = table.set_column(

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from earl_core.system.errors import EarlError
+from earl_core.trajectory.forms import Form, dump_forms
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
 
 FAILED_REASONS = frozenset(
@@ -51,6 +52,7 @@ class Sample:
     turn_anchors: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    forms: list[Form | None] = field(default_factory=list)
 
     def begin_turn(
         self, observation: Sequence[int], text: str = "", anchor: int | None = None
@@ -68,6 +70,7 @@ class Sample:
             else anchor
         )
         self.turn_starts.append(len(self.tokens))
+        self.forms.append(None)
         self.policy_version_first.append(-1)
         self.policy_version_last.append(-1)
         self.turn_rewards.append(0.0)
@@ -83,13 +86,16 @@ class Sample:
         spans: Sequence[VersionSpan],
         text: str = "",
         number: int = UNNUMBERED,
+        form: Form | None = None,
     ) -> None:
         """Append the turn's sampled tokens with their log-probs, and their text.
 
         spans: of the tokens, at least one, in order. number: how many answers of the episode came
-        before this one, in whatever sample; needed where samples do not follow each other.
+        before this one, in whatever sample; needed where samples do not follow each other. form:
+        that they were held to.
         """
         self.turn_numbers[-1] = number
+        self.forms[-1] = form
         self.texts.append(text)
         self.tokens.extend(tokens)
         self.loss_mask.extend([1] * len(tokens))
@@ -196,6 +202,7 @@ def rollout_rows(episodes: Iterable[Episode], schema: pa.Schema = ROLLOUT_SCHEMA
         ],
         # JSON escapes what is no UTF-8, which an environment may say.
         "texts": [json.dumps(sample.texts) for _, _, sample in rows],
+        "forms": [dump_forms(sample.forms) for _, _, sample in rows],
     }
     names = [name for name in schema.names if name not in (*scalars, *strings)]
     own = {"opponent_versions"}

@@ -26,7 +26,8 @@ messages were answered. Scalars: `sample_id`, `episode_id`,
 several, else empty; `finish_reason` string; `outcome` string, as the
 environment called it, or empty; `scoring` string, JSON that the environment gives to reward
 functions, or empty; `texts` string, a JSON list: each turn's observation and answer,
-and in an episode's last sample what the environment said at its end. Rows are sorted by
+and in an episode's last sample what the environment said at its end; `forms` string, the grammars
+that answers were sampled under (`trajectory.forms`), or empty. Rows are sorted by
 `sample_id`. Later stages add columns for the same rows and never copy them.
 """
 
@@ -71,6 +72,7 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("outcome", pa.large_string()),
         _field("scoring", pa.large_string()),
         _field("texts", pa.large_string()),
+        _field("forms", pa.large_string()),
         per_token("tokens", pa.int32()),
         per_token("loss_mask", pa.uint8()),
         per_token("rollout_logprobs", pa.float32()),

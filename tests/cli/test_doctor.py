@@ -106,6 +106,10 @@ def test_vllm_that_is_missing_blocks_only_who_wants_it(monkeypatch: pytest.Monke
         config = load_config(CONFIG, [f"rollout.engine={engine}"])
         found = [f for f in packages.check_packages(config) if "vLLM is not installed" in f.text]
         assert [finding.level for finding in found] == [level]
+    for constrained, count in (("engine", 1), ("free", 0)):
+        config = load_config(CONFIG, [f"rollout.requests.constrained={constrained}"])
+        found = [f for f in packages.check_packages(config) if f.text.startswith("xgrammar, which")]
+        assert [finding.level for finding in found] == ["blocks"] * count
 
 
 def test_leftovers_of_deleted_runs_are_found(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.engines.driver import Driver
 from tests.engines.models import make
 from tests.engines.starting import ENGINES, start
+from tests.rollout.chat_models import CHATML, char_tokenizer
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -17,6 +18,7 @@ def driver(
 ) -> Iterator[Driver]:
     directory = tmp_path_factory.mktemp("tied")
     make("llama_tied", directory)
-    driver = start(request.param, directory, tmp_path_factory.mktemp("rpc"))
+    char_tokenizer(CHATML).save_pretrained(directory)
+    driver = start(request.param, directory, tmp_path_factory.mktemp("rpc"), masked=True)
     yield driver
     driver.close()

@@ -10,6 +10,7 @@ import pytest
 
 from earl_core.rollout.engines.engine import Completion
 from tests.engines.driver import PROMPTS, Driver, batch, request
+from tests.engines.forms import CHOICE, STOPS, TEXTS, masked_logprobs, said, trainer_logprobs
 from tests.engines.models import POSITIONS, VOCABULARY, prompt_of, reference_logprobs
 
 
@@ -286,3 +287,45 @@ def test_a_cancelled_caller_leaves_the_engine_usable(driver: Driver) -> None:
 
     driver.run(abandon())
     assert driver.answer(PROMPTS[0]).finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_an_answer_of_a_form_has_the_log_probs_of_the_masked_distribution(
+    driver: Driver, temperature: float
+) -> None:
+    """Beside free ones. The trainer, whose weights are the engine's, has the same; with the masks
+    left out it has others."""
+    forms = [CHOICE if number % 2 else None for number in range(len(PROMPTS))]
+    requests = [
+        request(n, prompt, form=form, max_tokens=20, temperature=temperature, stop_token_ids=STOPS)
+        for n, (prompt, form) in enumerate(zip(PROMPTS, forms, strict=True))
+    ]
+    answers = driver.generate(requests)
+    driver.engine.finish(range(len(PROMPTS)))
+    formed = [n for n, form in enumerate(forms) if form]
+    for n in formed:
+        assert said(answers[n]) in TEXTS
+        assert answers[n].finish_reason == "stop"
+        expected = masked_logprobs(driver.directory, PROMPTS[n], answers[n].tokens, temperature)
+        np.testing.assert_allclose(answers[n].logprobs, expected, atol=1e-4)
+        # The rest of a text that is decided.
+        assert 0.0 in answers[n].logprobs
+    assert len({said(answers[n]) for n in formed}) > 1
+    asked = list(zip(PROMPTS, answers, forms, strict=True))
+    found = trainer_logprobs(driver.directory, asked, temperature or 1.0)
+    for answer, logprobs in zip(answers, found, strict=True):
+        np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-4)
+    unmasked = [(prompt, answer, None) for prompt, answer, _ in asked]
+    others = trainer_logprobs(driver.directory, unmasked, temperature or 1.0)
+    assert all(np.abs(others[n] - found[n]).max() > 0.5 for n in formed)
+
+
+def test_an_answer_of_a_form_is_cut_by_its_budget_as_others_are(
+    driver: Driver,
+) -> None:
+    options = {"form": CHOICE, "stop_token_ids": STOPS}
+    cut = driver.answer(PROMPTS[0], max_tokens=1, **options)
+    assert (cut.finish_reason, len(cut.tokens)) == ("length", 1)
+    assert driver.answer(PROMPTS[0], **options).tokens[:1] == cut.tokens
+    with pytest.raises(ValueError, match="a form with other stop tokens than its own"):
+        driver.answer(PROMPTS[0], form=CHOICE)

@@ -9,6 +9,7 @@ from typing import Any
 
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.engines.interruptible import InterruptibleEngine
+from earl_core.trajectory.forms import Form
 from earl_core.trajectory.samples import VersionSpan
 
 ANSWERS, TOKENS = 60, 100
@@ -27,6 +28,7 @@ class Counting:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         (asked,) = requests
+        assert asked.form is None or asked.begun is None, "an answer of a form was stopped"
         await asyncio.sleep(random.choice([0, 0, 0, 1e-3]))
         self.inside.add(asked.sequence_id)
         self._ended.discard(asked.sequence_id)
@@ -54,7 +56,8 @@ def test_answers_stop_and_go_on_whole_and_those_that_are_cancelled_end() -> None
     engine = InterruptibleEngine(inner)
 
     async def answer(number: int) -> Completion:
-        asked = GenerationRequest(number, [1], TOKENS, 1.0, number)
+        form = Form("") if number % 5 == 0 else None
+        asked = GenerationRequest(number, [1], TOKENS, 1.0, number, form=form)
         (found,) = await engine.generate([asked])
         return found
 

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from earl_core.learner.data.packing import TrainingSample
+from earl_core.pretrained.grammars import TokenMasks
 
 VOCABULARY = 40
 ARCHITECTURES = ("llama", "qwen2", "gpt2")
@@ -93,14 +94,16 @@ def random_samples(
         def column(scale: float, shift: float, size: int = length) -> np.ndarray:
             return (rng.normal(size=size) * scale + shift).astype(np.float32)
 
+        tokens = rng.integers(0, VOCABULARY, length).astype(np.int32)
         samples.append(
             TrainingSample(
-                tokens=rng.integers(0, VOCABULARY, length).astype(np.int32),
+                tokens=tokens,
                 loss_mask=mask,
                 rollout_logprobs=column(0.3, -3.7) * mask,
                 advantages=np.full(length, rng.normal(), dtype=np.float32),
                 reference_logprobs=column(0.3, -3.7) * mask,
                 old_logprobs=column(0.3, -3.7) * mask,
+                masks=random_masks(tokens, index) if index % 3 == 1 else None,
                 episode_id=episode,
                 group_id=episode // 2,
                 sample_id=index,
@@ -109,15 +112,42 @@ def random_samples(
     return samples
 
 
+def random_masks(tokens: np.ndarray, seed: int) -> TokenMasks:
+    """Masks that allow about every second token, and those that stand there; one in the place of
+    four tokens allows nothing else; every fifth token has none."""
+    rng = np.random.default_rng((seed, 1))
+    allowed = rng.random((len(tokens), VOCABULARY)) < 0.5
+    allowed[::4] = False
+    allowed[np.arange(len(tokens)), tokens] = True
+    bits = np.zeros((len(tokens), 32 * -(-VOCABULARY // 32)), np.uint8)
+    bits[:, :VOCABULARY] = allowed
+    rows = np.packbits(bits, axis=1, bitorder="little").view("<i4")
+    index = np.arange(len(tokens), dtype=np.int32)
+    index[::5] = -1
+    return TokenMasks(rows, index)
+
+
+def allowed_tokens(sample: TrainingSample) -> torch.Tensor:
+    """Whether each token was allowed in each place, bool [L, vocabulary]."""
+    if sample.masks is None:
+        return torch.ones(len(sample.tokens), VOCABULARY, dtype=torch.bool)
+    bits = np.unpackbits(sample.masks.rows.view(np.uint8), axis=1, bitorder="little")
+    everywhere = np.ones_like(bits[:1])
+    allowed = np.concatenate([bits, everywhere])[sample.masks.index, :VOCABULARY]
+    return torch.from_numpy(allowed.astype(bool))
+
+
 def plain_logprobs(
     model: PreTrainedModel, sample: TrainingSample, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies [T'] of one unpacked sample, from full logits in float64."""
     tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
     logits = model(input_ids=tokens).logits[0].double() / temperature
-    distribution = torch.log_softmax(logits[:-1], dim=-1)
+    forbidden = ~allowed_tokens(sample)[1:]
+    logits = logits[:-1].masked_fill(forbidden, -torch.inf)
+    distribution = torch.log_softmax(logits, dim=-1)
     chosen = distribution.gather(1, tokens[0, 1:, None])[:, 0]
-    entropy = -(distribution.exp() * distribution).sum(-1)
+    entropy = -(distribution.exp() * distribution.masked_fill(forbidden, 0.0)).sum(-1)
     mask = torch.from_numpy(sample.loss_mask[1:].astype(bool))
     return chosen[mask], entropy[mask]
 

@@ -79,7 +79,10 @@ def test_every_minibatch_is_measured_before_its_step(tmp_path: Path) -> None:
 def test_versions_of_the_turns_say_which_tokens_are_current(recorded: Recorded) -> None:
     manifests = recorded.manifests(1)
     with Batch(recorded.store, manifests[:1]) as batch:
-        own, other = (training_samples(batch, policy_version=version) for version in (1, 2))
+        own, other = (
+            training_samples(batch, [None] * len(batch), policy_version=version)
+            for version in (1, 2)
+        )
         assert all(sample.current is None for sample in own)
         for sample in other:
             assert sample.current is not None

@@ -58,7 +58,7 @@ def test_replicas_share_the_rows_out_and_their_ranks_read_the_same(
         place = mesh(deployment, rank)
         with reader(recorded, deployment.ranks).open(given, place, TRAINED, SPLIT) as batch:
             assert set(batch.names()) == set(TRAINED) - {TOKEN_VERSIONS}  # of streams alone
-            samples = training_samples(batch)
+            samples = training_samples(batch, [None] * len(batch))
             assert all(len(s.tokens) == len(s.advantages) > 0 for s in samples)
             assert all(s.episode_id == s.sample_id >> 16 for s in samples)
             rows = [s.sample_id for s in samples]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from earl_core.learner.lm_head import EntropyMode
+from earl_core.learner.target_masks import TargetMasks
 from earl_core.learner.token_logprobs import HeadScore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,11 +43,27 @@ def gradients(head: nn.Linear, states: torch.Tensor) -> Found:
     return {"states": states.grad, **{name: g for name, g in found.items() if g is not None}}
 
 
-def ours(head: nn.Linear, score: HeadScore, *, copies: int = 1) -> Found:
+def masks(vocabulary: int, targets: torch.Tensor) -> tuple[TargetMasks, torch.Tensor]:
+    """Masks of every second target, and what they allow, bool [T', vocabulary]. Every eighth one
+    allows the target alone."""
+    random = torch.Generator().manual_seed(vocabulary)
+    allowed = torch.rand(TOKENS, vocabulary, generator=random) < 0.3
+    allowed[::8] = False
+    allowed[torch.arange(TOKENS), targets] = True
+    bits = np.zeros((TOKENS, 32 * -(-vocabulary // 32)), np.uint8)
+    bits[:, :vocabulary] = allowed
+    rows = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view("<i4"))
+    index = torch.where(torch.arange(TOKENS) % 2 == 0, torch.arange(TOKENS), -1)
+    allowed[1::2] = True
+    return TargetMasks(rows, index), allowed
+
+
+def ours(head: nn.Linear, score: HeadScore, *, copies: int = 1, masked: bool = False) -> Found:
     states, predictors, targets, *towards = inputs(head.out_features, copies=copies)
     head.zero_grad()
     states.requires_grad_()
-    logprobs, entropies = score(head, states, predictors, targets)
+    held = masks(head.out_features, targets)[0] if masked else None
+    logprobs, entropies = score(head, states, predictors, targets, held)
     loss = (logprobs * towards[0]).sum()
     found = {"logprobs": logprobs.detach()}
     assert (entropies is None) == (score.entropy == "none")
@@ -58,14 +76,17 @@ def ours(head: nn.Linear, score: HeadScore, *, copies: int = 1) -> Found:
     return found | gradients(head, states)
 
 
-def exact(like: nn.Linear, score: HeadScore, *, copies: int = 1) -> Found:
+def exact(like: nn.Linear, score: HeadScore, *, copies: int = 1, masked: bool = False) -> Found:
     """All at once and in float64."""
     head = nn.Linear(HIDDEN, like.out_features, bias=like.bias is not None).double()
     head.load_state_dict(like.state_dict())
     states, predictors, targets, *towards = inputs(head.out_features, copies=copies)
     states = states.double().requires_grad_()
-    whole = torch.log_softmax(head(states[predictors]) / score.temperature, dim=-1)
-    logprobs, entropies = whole.gather(1, targets[:, None])[:, 0], -(whole.exp() * whole).sum(-1)
+    logits = head(states[predictors]) / score.temperature
+    allowed = masks(head.out_features, targets)[1] if masked else torch.ones_like(logits) > 0
+    whole = torch.log_softmax(logits.masked_fill(~allowed, -torch.inf), dim=-1)
+    logprobs = whole.gather(1, targets[:, None])[:, 0]
+    entropies = -(whole.exp() * whole.masked_fill(~allowed, 0.0)).sum(-1)
     loss = (logprobs * towards[0]).sum()
     if score.entropy == "differentiable":
         loss = loss + (entropies * towards[1]).sum()
@@ -83,15 +104,19 @@ def errors(found: Found, expected: Found) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("entropy", ["none", "detached", "differentiable"])
-@pytest.mark.parametrize(("temperature", "bias"), [(1.0, False), (0.7, True)])
+@pytest.mark.parametrize(
+    ("temperature", "bias", "masked"), [(1.0, False, False), (0.7, True, False), (0.7, True, True)]
+)
 def test_float32_is_exact_in_any_chunks(
-    entropy: EntropyMode, temperature: float, bias: bool
+    entropy: EntropyMode, temperature: float, bias: bool, masked: bool
 ) -> None:
     head = linear(300, bias=bias)
-    expected = exact(head, HeadScore(temperature, entropy))
+    expected = exact(head, HeadScore(temperature, entropy), masked=masked)
     for chunk in (None, 200, 7):
-        found = ours(head, HeadScore(temperature, entropy, chunk))
+        found = ours(head, HeadScore(temperature, entropy, chunk), masked=masked)
         assert max(errors(found, expected).values()) < 1e-6, chunk
+        # Of what alone is allowed.
+        assert not masked or found["logprobs"][::8].abs().max() < 1e-7
 
 
 @pytest.mark.parametrize("entropy", ["detached", "differentiable"])

@@ -29,13 +29,13 @@ async def ask(api: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
 
 
 async def tic_tac_toe(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """The built-in game, played through the API."""
+    """The built-in game, played through the API. asks: further fields of the requests."""
     api = client(base_url, api_key)
     game = create("tic_tac_toe", task["game"])
     messages: list[Any] = list(game.reset(task["index"], task["seed"]))
     reward = 0.0
     while True:
-        text = await ask(api, messages)
+        text = await ask(api, messages, **task.get("asks", {}))
         result = game.step(text)
         reward += result.reward
         messages += [{"role": "assistant", "content": text}, *result.messages]

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
+from earl_core.learner.data.masks import PackedMasks
 from earl_core.learner.data.packing import Allocate, PackedMicrobatch
 
 if TYPE_CHECKING:
@@ -163,9 +164,10 @@ class PackShare:
     tokens, position_ids: int64 [T_r]; of a rank that no token was dealt to, the pack's first one,
     which attends to nothing and is not attended to, because models take no empty sequence.
     predictors: int64 [T'_r], places among the rank's tokens;
-    targets: int64 [T'_r]; in the pack's trained order. A trained token belongs to the rank that
-    holds its predictor. trained: int64 [T'_r], their places among the pack's T' trained tokens.
-    order: int64 [T'], where each of those lies among all ranks' parts, padded to `most` each.
+    targets: int64 [T'_r]; in the pack's trained order, as the masks are. A trained token belongs to
+    the rank that holds its predictor. trained: int64 [T'_r], their places among the pack's T'
+    trained tokens. order: int64 [T'], where each of those lies among all ranks' parts, padded to
+    `most` each.
     """
 
     exchange: PackExchange
@@ -176,6 +178,7 @@ class PackShare:
     trained: np.ndarray
     order: np.ndarray
     most: int
+    masks: PackedMasks | None
 
 
 def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) -> PackShare:
@@ -201,7 +204,10 @@ def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) 
     targets[:] = packed.targets[at]
     trained[:] = at
     exchange = PackExchange(place, cut)
-    return PackShare(exchange, tokens, position_ids, predictors, targets, trained, order, most)
+    masks = None if packed.masks is None else packed.masks.take(at)
+    return PackShare(
+        exchange, tokens, position_ids, predictors, targets, trained, order, most, masks
+    )
 
 
 @dataclass(frozen=True)

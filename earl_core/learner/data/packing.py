@@ -21,6 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from earl_core.learner.data.masks import PackedMasks, pack_masks
+from earl_core.pretrained.grammars import TokenMasks
+
 Allocate = Callable[[int, str], np.ndarray]
 """(count, dtype) → an uninitialised one-dimensional array: where the pack's numbers go."""
 
@@ -44,7 +47,8 @@ class TrainingSample:
     reference_logprobs under the frozen policy, old_logprobs under the trainer before its first
     step. None: not known, and not needed by the caller. current: uint8 [L], 1 on tokens that the
     policy about to be updated sampled, 0 on an older one's; None: no older one's are among them.
-    kl_coefficient: None where it is equal for all samples of a batch.
+    kl_coefficient: None where it is equal for all samples of a batch. masks: of tokens that were
+    sampled under a grammar.
     """
 
     tokens: np.ndarray
@@ -55,6 +59,7 @@ class TrainingSample:
     old_logprobs: np.ndarray | None = None
     current: np.ndarray | None = None
     kl_coefficient: np.ndarray | None = None
+    masks: TokenMasks | None = None
     episode_id: int = 0
     group_id: int = 0
     sample_id: int = 0
@@ -87,6 +92,7 @@ class PackedMicrobatch:
     token's place in its sample. predictors: int64 [T'], row after row, where the hidden state that
     predicts the trained token stands (one before it). targets: int64 [T'], the trained tokens.
     episode_ids: int64 [E], ascending; episode_index: int64 [T'], into it. columns: float32 [T'].
+    masks: of the trained tokens that were sampled under a grammar, if there are any.
 
     A worked example: two samples, of the episodes 3 and 2, whose last two tokens are trained:
 
@@ -112,6 +118,7 @@ class PackedMicrobatch:
     episode_ids: np.ndarray
     episode_index: np.ndarray
     columns: dict[str, np.ndarray]
+    masks: PackedMasks | None = None
 
     def split_by_row(self, values: np.ndarray) -> list[np.ndarray]:
         """Cut an array over the trained tokens [T'] into one array per row of `rows`."""
@@ -249,6 +256,7 @@ def pack(
         episode_ids=episode_ids,
         episode_index=episode_index,
         columns=_trained_columns(chosen, count, allocate),
+        masks=pack_masks([sample.masks for sample in chosen], trained),
     )
 
 

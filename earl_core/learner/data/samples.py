@@ -21,16 +21,21 @@ from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest
 from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
 from earl_core.dispatch.reads.sources import Sources, join
+from earl_core.learner.data.masks import FORMS
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh
+from earl_core.pretrained.grammars import TokenMasks
 from earl_core.run.worker import PlanReads
 from earl_core.tensors.collectives import Ranks
 from earl_core.trajectory.schema import SAMPLE_BITS
 
-SCORED = ("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id")
+SCORED = (
+    *("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id"),
+    *("turn_starts", FORMS),
+)
 """Columns of a sample that is scored."""
 
-_VERSIONS = ("turn_starts", "policy_version_first", "policy_version_last")
+_VERSIONS = ("policy_version_first", "policy_version_last")
 
 TOKEN_VERSIONS = "token_versions"
 """Column of the versions that sampled each token, where they change within an answer."""
@@ -162,15 +167,16 @@ def by_minibatch(
 
 def training_samples(
     batch: Batch,
+    masks: Sequence[TokenMasks | None],
     old_logprobs: Sequence[np.ndarray] | None = None,
     policy_version: int | None = None,
     kl_coefficient: Callable[[str], float] | None = None,
 ) -> list[TrainingSample]:
     """One `TrainingSample` per row; its arrays are read-only views that must go before the batch.
 
-    Columns that the batch does not have are None. old_logprobs: one array per row. policy_version:
-    which tokens are the current policy's; None: nobody asks. kl_coefficient: of an environment's
-    episodes, by its label; None: it is equal for all.
+    Columns that the batch does not have are None. masks: of each row, by `masks_of`. old_logprobs:
+    one array per row. policy_version: which tokens are the current policy's; None: nobody asks.
+    kl_coefficient: of an environment's episodes, by its label; None: it is equal for all.
     """
     there = set(batch.names())
     current = None
@@ -191,6 +197,7 @@ def training_samples(
             kl_coefficient=None
             if charged is None
             else np.full(len(batch.row("tokens", row)), charged[row]),
+            masks=masks[row],
             episode_id=int(episodes[row]),
             group_id=int(groups[row]),
             sample_id=int(batch.rows[row]),
@@ -205,7 +212,7 @@ def _current_tokens(batch: Batch, policy_version: int) -> list[np.ndarray] | Non
     answered; None when that is every turn."""
     answered = []
     for row in range(len(batch)):
-        first, last = (batch.row(name, row) for name in _VERSIONS[1:])
+        first, last = (batch.row(name, row) for name in _VERSIONS)
         # A turn without an answer has version -1, and no trained tokens.
         answered.append(((first == policy_version) & (last == policy_version)) | (last < 0))
     if all(turns.all() for turns in answered):

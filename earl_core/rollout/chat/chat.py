@@ -205,6 +205,11 @@ class ChatTokenizer:
         """Names of variables that a conversation may give the chat template."""
         return self._template.options
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the template knows reasoning between `<think>` and `</think>`."""
+        return "<think>" in self._template.sources or "</think>" in self._template.sources
+
     def outside(self, text: str) -> list[int]:
         """Tokens of a text that somebody else has put into the model's mouth: none is a control
         token."""

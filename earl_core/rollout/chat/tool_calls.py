@@ -152,13 +152,15 @@ class Answer:
 
 
 class ToolParser:
-    """Finds the calls in a model's answers. template: a response template."""
+    """Finds the calls in a model's answers. template: a response template. name: of `FORMATS`, or
+    what the format is called where it is none of them."""
 
-    def __init__(self, template: Mapping[str, Any]) -> None:
+    def __init__(self, template: Mapping[str, Any], name: str) -> None:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         try:
             self._template = load_response_template(dict(template))
+            self.name = name
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"the tokenizer's response_template cannot be used: {error}",
@@ -189,7 +191,7 @@ def parser_of(
     Raises `ConfigError` where that form is none of `FORMATS`."""
     own = getattr(tokenizer, "response_template", None)
     if name == "auto" and own:
-        return ToolParser(own)
+        return ToolParser(own, "that the tokenizer brings along")
     if name == "auto":
         found = next((form for sign, form in _SIGNS.items() if sign in template), None)
         if found is None and knows_tools:
@@ -200,7 +202,7 @@ def parser_of(
         name = found or "hermes"
     calls = {"repeats": True, "transform": "{content}"} | FORMATS[name]
     fields = {"tool_calls": calls, "content": {"content": "text"}}
-    return ToolParser({"start_anchor": "<", "fields": fields})
+    return ToolParser({"start_anchor": "<", "fields": fields}, name)
 
 
 def _calls(found: Any) -> list[FunctionCall]:

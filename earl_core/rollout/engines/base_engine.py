@@ -32,7 +32,7 @@ class EngineSettings:
     own position range. threads: how many of the allowed
     CPU cores compute; 0: all. float32_head: compute the logits in float32. adapter_rank: the
     largest of the pairs that versions are, beside the model directory's weights; None: versions are
-    whole weights. drafts: from past answers; None: there are none.
+    whole weights. drafts: from past answers; None: there are none. masked: requests may have forms.
     """
 
     dtype: str = "float32"
@@ -44,6 +44,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     adapter_rank: int | None = None
     drafts: DraftsConfig | None = None
+    masked: bool = False
 
 
 class BaseEngine(ABC, Generic[Loaded]):

@@ -19,6 +19,7 @@ from earl_core.rollout.engines.engine import Drafts
 from earl_core.rollout.engines.sampling import Sampling, sample, uniform
 from earl_core.rollout.engines.slot_cache import Row
 from earl_core.rollout.errors import EngineError
+from earl_core.tensors.token_masks import forbid
 
 
 class Drawing:
@@ -42,7 +43,7 @@ class Drawing:
         self._began: float | None = None
         if drafting is not None:
             for sampling in batch:
-                if sampling.request.drafted:
+                if sampling.request.takes_drafts:
                     drafting.begin(sampling.request)
 
     def pieces(
@@ -54,7 +55,9 @@ class Drawing:
         self._drafts = {}
         if self._drafting is not None:
             drafted = [
-                s.request.sequence_id if s.finish_reason is None and s.request.drafted else None
+                s.request.sequence_id
+                if s.finish_reason is None and s.request.takes_drafts
+                else None
                 for s in running
             ]
             room = [s.budget - len(s.tokens) - 1 for s in running]
@@ -72,6 +75,7 @@ class Drawing:
         seeds = np.array([s.request.seed for s, _ in places], dtype=np.uint64)
         counters = np.array([counter for _, counter in places], dtype=np.uint64)
         temperatures = np.array([s.request.temperature for s, _ in places], dtype=np.float64)
+        logits = _masked(logits, [s for s, _ in places])
         tokens, logprobs, every = sample(logits, temperatures, uniform(seeds, counters))
         drawn = zip(tokens.tolist(), logprobs.tolist(), every, strict=True)
         for row, sampling in zip(rows, running, strict=True):
@@ -111,10 +115,26 @@ class Drawing:
 
     def _count(self, sampling: Sampling, draft: list[int], taken: list[int]) -> None:
         self._totals["generated_tokens"] += len(taken)
-        if self._drafting is None or not taken or not sampling.request.drafted:
+        if self._drafting is None or not taken or not sampling.request.takes_drafts:
             return
         passes, made, accepted = sampling.drafts
         if draft:
             accepted += sum(one == other for one, other in zip(draft, taken, strict=False))
         sampling.drafts = Drafts(passes + 1, made + len(draft), accepted)
         self._drafting.took(sampling.request.sequence_id, taken)
+
+
+def _masked(logits: torch.Tensor, answers: Sequence[Sampling]) -> torch.Tensor:
+    """The logits [answers, vocabulary], minus infinity where a form does not allow a token."""
+    held = [
+        (row, each.matcher)
+        for row, each in enumerate(answers)
+        if each.matcher is not None and each.finish_reason is None
+    ]
+    if not held:
+        return logits
+    masks = torch.from_numpy(np.stack([matcher.allowed() for _, matcher in held]))
+    rows = torch.tensor([row for row, _ in held], device=logits.device)
+    some = logits[rows].float()
+    forbid(some, masks.to(logits.device), float("-inf"))
+    return logits.float().index_copy(0, rows, some)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
+from earl_core.trajectory.forms import Form
 from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.manifest import WeightsManifest
 
@@ -59,7 +60,9 @@ class GenerationRequest:
     beside each sampled one. `begun` is what an earlier request of this answer has sampled, which
     `tokens` does not have; the answer goes on after it and has it in front, and `max_tokens` counts
     it. `on_part` gets the answer as far as it is sampled whenever an engine that answers in parts
-    has a part of it. Where `drafted` is false the answer neither gets drafts nor becomes one.
+    has a part of it. Where `drafted` is false the answer neither gets drafts nor becomes one. Where
+    there is a `form`, tokens that would leave it are not sampled, and log-probs are those of the
+    distribution without them; such an answer neither gets drafts nor becomes one.
     """
 
     sequence_id: int
@@ -74,6 +77,12 @@ class GenerationRequest:
     begun: Completion | None = None
     on_part: OnPart | None = None
     drafted: bool = True
+    form: Form | None = None
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether the answer may get drafts and become one."""
+        return self.drafted and self.form is None
 
     @property
     def sampled(self) -> list[int]:
@@ -172,8 +181,8 @@ class Engine(Protocol):
         """Sample all answers; results are in the order of the requests.
 
         Raises `ValueError` for a request that no engine could serve (no tokens, a sequence id
-        twice, a negative temperature), `EngineLost`, and `OutOfMemory`, after which the engine is
-        to be stopped.
+        twice, a negative temperature), `GrammarError` for a form without a grammar, `EngineLost`,
+        and `OutOfMemory`, after which the engine is to be stopped.
         """
 
     async def cancel(self, sequence_ids: Collection[int]) -> None:
@@ -244,6 +253,8 @@ def check_requests(requests: Sequence[GenerationRequest], vocabulary: int) -> No
                 f"{where} has temperature {request.temperature}: it must lie between 0 (greedy) "
                 f"and {MAX_TEMPERATURE}"
             )
+        if request.form is not None and set(request.form.stops) != set(request.stop_token_ids):
+            raise ValueError(f"{where} has a form with other stop tokens than its own")
         if not 0 <= request.seed < 2**63:
             raise ValueError(f"{where} has seed {request.seed}: it must have 63 bits")
 

@@ -36,7 +36,8 @@ class InterruptibleEngine(WrappedEngine):
     """An `Engine` over one that is not lockstep.
 
     While answers are stopped the engine has no request of them: it may be given other weights, be
-    asked for other answers, and release its memory. It computes what stands before anew.
+    asked for other answers, and release its memory. It computes what stands before anew. Answers of
+    a form are not stopped but waited for: the engine's grammars begin with the request.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -45,6 +46,7 @@ class InterruptibleEngine(WrappedEngine):
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
         self._asked: set[int] = set()
         self._running: set[int] = set()
+        self._whole: set[int] = set()
         self._stopped: set[int] = set()
         self._cancelled: set[int] = set()
 
@@ -63,8 +65,9 @@ class InterruptibleEngine(WrappedEngine):
         self._held = True
         while self._running:
             self._idle.clear()
-            self._stopped |= self._running
-            await self._engine.cancel(list(self._running))
+            stopped = self._running - self._whole
+            self._stopped |= stopped
+            await self._engine.cancel(list(stopped))
             # One that was on its way into the engine is asked again.
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _AGAIN_SECONDS)
@@ -99,11 +102,14 @@ class InterruptibleEngine(WrappedEngine):
 
     async def _part(self, request: GenerationRequest) -> Completion:
         self._running.add(request.sequence_id)
+        if request.form is not None:
+            self._whole.add(request.sequence_id)
         try:
             (answer,) = await self._engine.generate([request])
             return answer
         finally:
             self._running.discard(request.sequence_id)
+            self._whole.discard(request.sequence_id)
             if not self._running:
                 self._idle.set()
 

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from earl_core.pretrained.grammars import Matcher
 from earl_core.rollout.engines.engine import (
     NO_DRAFTS,
     Completion,
@@ -27,11 +28,13 @@ from earl_core.trajectory.samples import VersionSpan
 
 @dataclass
 class Sampling:
-    """budget: most tokens that may be sampled. exhausted: why it ends when they are."""
+    """budget: most tokens that may be sampled. exhausted: why it ends when they are. matcher: of
+    the request's form, after the tokens that are sampled already."""
 
     request: GenerationRequest
     budget: int
     exhausted: Literal["length", "model_context"]
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[TopTokens] = field(default_factory=list)
@@ -51,6 +54,8 @@ class Sampling:
         """Take the next token, which may end the answer."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.matcher is not None:
+            self.matcher.accept(token)
         request, count = self.request, len(self.tokens)
         ended = request.ends is not None and request.ends(self.tokens, count - 1) is not None
         if ended or token in request.stop_token_ids:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from earl_core.config.rollout import MOST_DRAFT_TOKENS
 from earl_core.pretrained.float32_head import Float32Head
+from earl_core.pretrained.grammars import Matcher, grammars_of
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.causal_model import NO_PAIRS, PairedLayers, Pairs, load_causal_model
 from earl_core.rollout.engines.drafting import Drafting
@@ -197,7 +198,9 @@ class TorchEngine(BaseEngine[Pairs]):
                 self._layers.pairs = NO_PAIRS if held is None else held.loaded
             self._under = version, "" if held is None else held.digest
             samplings = [
-                Sampling(request, *answer_budget(request, self.max_model_len))
+                Sampling(
+                    request, *answer_budget(request, self.max_model_len), self._matcher(request)
+                )
                 for request in requests
             ]
             live = [sampling for sampling in samplings if sampling.finish_reason is None]
@@ -209,6 +212,12 @@ class TorchEngine(BaseEngine[Pairs]):
             self._forget_finished()
         self._totals["requests"] += len(requests)
         return [sampling.completion(version) for sampling in samplings]
+
+    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        if request.form is None:
+            return None
+        grammars = grammars_of(self._directory, self._settings.trust_remote_code)
+        return grammars.matcher(request.form, request.sampled)
 
     def _answer(self, wave: list[Sampling]) -> None:
         """Sample the answers of one batch to their ends."""

@@ -11,11 +11,17 @@ from earl_core.trajectory.samples import VersionSpan, derive_seed
 
 
 def sampling_parameters(request: GenerationRequest, budget: int) -> Any:
-    """vLLM's `SamplingParams`. budget: most tokens that may be sampled beside those that are."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    """vLLM's `SamplingParams`. budget: most tokens that may be sampled beside those that are.
 
-    kinds, seed = RequestOutputKind, request.seed
+    Raises `ValueError` for an answer of a form that has begun: vLLM's grammars begin with the
+    request.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    kinds, seed, form = RequestOutputKind, request.seed, request.form
+    if form is not None and request.sampled:
+        raise ValueError("an answer of a form cannot go on in vLLM: let it end")
     if request.sampled:
         # A generator begins with its seed: the draws of the first tokens must not come again.
         seed = derive_seed(seed, len(request.sampled))
@@ -30,6 +36,7 @@ def sampling_parameters(request: GenerationRequest, budget: int) -> Any:
         detokenize=False,
         output_kind=kinds.CUMULATIVE if request.on_tokens or request.ends else kinds.FINAL_ONLY,
         skip_clone=True,
+        structured_outputs=form and StructuredOutputsParams(structural_tag=form.grammar),
     )
 
 

@@ -118,7 +118,7 @@ class VllmEngine(BaseEngine[Any]):
                 "stand above in this log"
             ) from error
         self._remains.record(self.pids())
-        self._vocabulary = self._engine.model_config.get_vocab_size()
+        self._vocabulary = vllm_environment.settle(self._engine)
         if self.policy_version is not None:
             await self._name_weights(self.policy_version)
         self._open.set()

@@ -170,12 +170,16 @@ def engine_arguments(
         "tensor_parallel_size": tensor_parallel,
         "trust_remote_code": engine.trust_remote_code,
         "enable_prefix_caching": True,
-        "skip_tokenizer_init": True,
+        # Only grammars need a tokenizer.
+        "skip_tokenizer_init": not engine.masked,
+        "tokenizer_mode": "hf",
         "generation_config": "vllm",
         "hf_overrides": partial(overrides, float32_head=engine.float32_head),
         # Raw log-probs, the default, are not those of the tempered distribution sampled from.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "earl_core.rollout.engines.vllm_worker.PolicyWeights",
+        # The trainer's; by default vLLM takes another one where it thinks that better.
+        "structured_outputs_config": {"backend": "xgrammar"},
         "disable_log_stats": True,
         "seed": 0,
         **platform_arguments(settings, engine.max_running_requests),
@@ -220,3 +224,11 @@ def platform_arguments(settings: VllmConfig, running: int) -> dict[str, Any]:
         "block_size": block,
         "kv_cache_memory_bytes": settings.kv_cache_gib * _GIB,
     }
+
+
+def settle(engine: Any) -> int:
+    """Have the answers of a started engine end at the tokens that its requests name, and at the
+    tokenizer's own end of a text: grammars would have those that the model's files name, too, words
+    among them. Returns how many tokens the model has."""
+    engine.input_processor.generation_config_fields.pop("eos_token_id", None)
+    return int(engine.model_config.get_vocab_size())

@@ -26,6 +26,7 @@ from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.gateway.branch import Branch, Turn, branch_key, compared
 from earl_core.rollout.gateway.placing import Placing, Prompt
 from earl_core.rollout.gateway.repeated import repeated
+from earl_core.trajectory.forms import Form
 from earl_core.trajectory.samples import Sample, derive_seed
 
 _RENDERED = "rendered by the client"
@@ -102,11 +103,15 @@ class Branches:
         return Placing.rendered(new_branch, tokens, None)
 
     def answer(
-        self, prompt: Prompt, completion: Completion, stop: Sequence[str] = ()
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        stop: Sequence[str] = (),
+        form: Form | None = None,
     ) -> tuple[Message, str]:
         """Record the answer; returns it, without what it was opened with and cut before the first
-        of the strings `stop`, and that string. The ids of its calls are no other's in the
-        session."""
+        of the strings `stop`, and that string. form: that it was held to. The ids of its calls are
+        no other's in the session."""
         branch, conversation = prompt.branch, prompt.conversation
         stopped_by = ""
         if conversation is None:
@@ -123,7 +128,8 @@ class Branches:
             sample = Sample()
             branch.samples.append(sample)
         sample.begin_turn(prompt.given, prompt.observation, prompt.anchor)
-        sample.answer(completion.tokens, completion.logprobs, completion.spans, text, self._answers)
+        sampled = completion.tokens, completion.logprobs, completion.spans
+        sample.answer(*sampled, text, self._answers, form)
         self._answers += 1
         branch.messages = [*prompt.messages, compared(message)]
         branch.turns.append(

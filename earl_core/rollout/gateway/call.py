@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from earl_core.environments.base import Message
 from earl_core.rollout.chat.token_texts import TokenText
+from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.engines.engine import Completion, GenerationRequest, OnTokens
 from earl_core.rollout.gateway.branches import Branches
 from earl_core.rollout.gateway.constraints import Constraint
@@ -24,7 +25,8 @@ class Call:
     template may render. tokens: of a client that renders itself. texts: the longest of what is
     rendered. count: answers. stop_token_ids: besides the model's own.
     stop: strings that end the answer, which is cut before them. constraints: on the form of
-    the answer. token_texts: whether the answer has them. top: see `GenerationRequest`."""
+    the answer. tools: of the conversation. token_texts: whether the answer has them. top: see
+    `GenerationRequest`."""
 
     locate: Locate
     max_tokens: int | None
@@ -37,6 +39,7 @@ class Call:
     stop_token_ids: tuple[int, ...] = ()
     stop: Sequence[str] = ()
     constraints: Sequence[Constraint] = ()
+    tools: Tools = NO_TOOLS
     token_texts: bool = False
     top: int = 0
 

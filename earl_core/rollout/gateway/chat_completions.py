@@ -42,10 +42,11 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
     options = body.get("stream_options")
     tools, asked = tools_and_choice(body, chat_request.schemas(body.get("tools") or []))
     asked += _form(body)
-    constraints.refuse(asked, reading.constrained)
+    opening = _opening(body, messages)
+    constraints.check(asked, reading.constrained, opening)
     return ChatRequest(
         messages=messages,
-        opening=_opening(body, messages),
+        opening=opening,
         tools=Tools(tools, _template_options(body, reading)),
         max_tokens=budget(body),
         model=str(body.get("model", "")),

@@ -1,7 +1,8 @@
 """The form of an answer that a request asks for: a call, one call, JSON, a schema, a pattern.
 
-Answers are sampled freely: one that does not have the form goes back as it is, and the framework
-asks again. It is counted whether they have it.
+Where answers are sampled freely, one that does not have the form goes back as it is, and the
+framework asks again; where the engine masks (`forms`), one that is not cut has it. It is counted
+whether they have it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 from earl_core.environments.base import Message
 from earl_core.environments.tools.arguments import ArgumentCheck, is_costly, misfit
+from earl_core.rollout.chat import call_grammars
+from earl_core.rollout.chat.call_grammars import Part
 from earl_core.rollout.gateway.refusals import invalid
 from earl_core.system.errors import EarlError
 
@@ -33,11 +36,16 @@ _slow: set[str] = set()
 @dataclass(frozen=True)
 class Constraint:
     """field: that asks for it. fits: whether an answer has the form; may take its time where it is
-    costly."""
+    costly. shape: of the text, as a part of a grammar; None: it is about calls: needed: there must
+    be one; single: there must not be two; names: they are of these tools, of any if it is empty."""
 
     field: str
     fits: Callable[[Message], bool]
     costly: bool = False
+    shape: Part | None = None
+    needed: bool = False
+    single: bool = False
+    names: Collection[str] = ()
 
     async def satisfied(self, answer: Message) -> bool:
         """Tell whether an answer has the form."""
@@ -53,18 +61,22 @@ def calls(field: str, names: Collection[str] = ()) -> Constraint:
         called = [call["function"]["name"] for call in answer.get("tool_calls", ())]
         return bool(called) and (not names or all(name in names for name in called))
 
-    return Constraint(field, fits)
+    return Constraint(field, fits, needed=True, names=names)
 
 
 def calls_among(field: str, names: Collection[str]) -> Constraint:
     """No call, or calls of these tools only."""
     needed = calls(field, names).fits
-    return Constraint(field, lambda answer: "tool_calls" not in answer or needed(answer))
+
+    def fits(answer: Message) -> bool:
+        return "tool_calls" not in answer or needed(answer)
+
+    return Constraint(field, fits, names=names)
 
 
 def one_call(field: str) -> Constraint:
     """One call at most."""
-    return Constraint(field, lambda answer: len(answer.get("tool_calls", ())) <= 1)
+    return Constraint(field, lambda answer: len(answer.get("tool_calls", ())) <= 1, single=True)
 
 
 def of_format(field: str, given: Any) -> list[Constraint]:
@@ -74,7 +86,8 @@ def of_format(field: str, given: Any) -> list[Constraint]:
     if kind in (None, "text"):
         return []
     if kind == "json_object":
-        return [_text(field, lambda text: isinstance(json.loads(text), dict))]
+        shape = call_grammars.schema({"type": "object"})
+        return [_text(field, lambda text: isinstance(json.loads(text), dict), shape)]
     if kind == "json_schema":
         within = given.get("json_schema", given)
         return [of_schema(field, within.get("schema") if isinstance(within, Mapping) else None)]
@@ -96,16 +109,18 @@ def of_schema(field: str, schema: Any) -> Constraint:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         raise invalid(f"{field} is no JSON schema: {error.message:.300}") from None
+    shape = call_grammars.schema(schema)
     if is_costly(schema):
-        return _text(field, lambda text: _fits(field, schema, json.loads(text)), True)
-    return _text(field, lambda text: not misfit(schema, json.loads(text)))
+        return _text(field, lambda text: _fits(field, schema, json.loads(text)), shape, True)
+    return _text(field, lambda text: not misfit(schema, json.loads(text)), shape)
 
 
 def of_choice(field: str, given: Any) -> Constraint:
     """One of several texts. Raises `HTTPException` for what are none."""
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
         raise invalid(f"{field} must be a list of texts")
-    return _text(field, lambda text: text in given)
+    shape = call_grammars.either(*map(call_grammars.text, given or [""]))
+    return _text(field, lambda text: text in given, shape)
 
 
 def of_pattern(field: str, given: Any) -> Constraint:
@@ -116,7 +131,8 @@ def of_pattern(field: str, given: Any) -> Constraint:
         raise invalid(f"{field} is no regular expression: {error}") from None
     # Beside the event loop, and within bounds: a pattern may backtrack for ever.
     schema = {"type": "string", "pattern": f"^(?:{given})$"}
-    return _text(field, lambda text: _fits(field, schema, text), True)
+    shape = call_grammars.pattern(given)
+    return _text(field, lambda text: _fits(field, schema, text), shape, True)
 
 
 def _fits(field: str, schema: Mapping[str, Any], value: Any) -> bool:
@@ -133,8 +149,15 @@ def _fits(field: str, schema: Mapping[str, Any], value: Any) -> bool:
         return False
 
 
-def refuse(constraints: Sequence[Constraint], how: str) -> None:
-    """Raise `HTTPException` for constraints where `rollout.requests.constrained` refuses them."""
+def check(constraints: Sequence[Constraint], how: str, opening: str = "") -> None:
+    """Raise `HTTPException` for constraints where `rollout.requests.constrained` refuses them, and
+    where the engine is to mask an answer that goes on after its opening."""
+    if constraints and how == "engine" and opening:
+        raise invalid(
+            f"{constraints[0].field} asks for a form, and the answer is to go on with a message "
+            "that has begun: a grammar begins with the answer (rollout.requests.constrained is "
+            "engine)"
+        )
     if constraints and how == "refuse":
         raise invalid(
             f"{constraints[0].field} asks for answers of a form, and they are sampled freely "
@@ -142,7 +165,7 @@ def refuse(constraints: Sequence[Constraint], how: str) -> None:
         )
 
 
-def _text(field: str, fits: Callable[[str], bool], costly: bool = False) -> Constraint:
+def _text(field: str, fits: Callable[[str], bool], shape: Part, costly: bool = False) -> Constraint:
     def of_message(answer: Message) -> bool:
         if "tool_calls" in answer:
             return True
@@ -151,4 +174,4 @@ def _text(field: str, fits: Callable[[str], bool], costly: bool = False) -> Cons
         except (ValueError, RecursionError, EarlError):
             return False
 
-    return Constraint(field, of_message, costly)
+    return Constraint(field, of_message, costly, shape)

@@ -141,6 +141,7 @@ class Endpoints:
             stop_token_ids=asked.stop_token_ids,
             stop=asked.stop,
             constraints=asked.constraints,
+            tools=asked.tools,
             token_texts=asked.logprobs,
             top=asked.top,
         )

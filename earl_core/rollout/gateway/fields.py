@@ -56,7 +56,7 @@ def _harmless(why: str, *names: str) -> dict[str, Field]:
 
 _THE_RUNS = "sampling is the run's: `rollout.temperature`, seeded by episode, conversation and call"
 _OWN = "answers are sampled from the policy as it is"
-_FREE = "sampled freely and counted, or refused (`rollout.requests.constrained`)"
+_FREE = "masked, sampled freely and counted, or refused (`rollout.requests.constrained`)"
 _NO_MEDIA = "prompts and answers are text"
 _NOT_SERVED = "there is no such service here"
 
@@ -124,7 +124,7 @@ CHAT: Fields = {
     **_done(_FREE, "guided_json", "guided_choice", "guided_regex"),
     **_refused("ask for a JSON schema, a choice or a regular expression", "guided_grammar"),
     **_refused("a schema says where white space may stand", "guided_whitespace_pattern"),
-    **_harmless("nothing is masked", "guided_decoding_backend"),
+    **_harmless("xgrammar masks, or nothing does", "guided_decoding_backend"),
     **_done("server-sent events", "stream"),
     **_done("`include_usage`", "stream_options"),
     **_done("of the sampled tokens", "logprobs"),

@@ -48,7 +48,7 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
     if not isinstance(output, Mapping):
         raise invalid("output_config must be a JSON object")
     asked += constraints.of_format("output_config.format", output.get("format"))
-    constraints.refuse(asked, reading.constrained)
+    constraints.check(asked, reading.constrained, opening)
     options = _thinking(body, reading)
     options |= chat_request.effort(output.get("effort"), reading, "output_config.effort")
     return ChatRequest(

@@ -46,7 +46,7 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
     if text_options.get("verbosity") not in (None, "medium"):
         raise invalid("text.verbosity is not supported: ask for it in a message")
     asked += constraints.of_format("text.format", text_options.get("format"))
-    constraints.refuse(asked, reading.constrained)
+    constraints.check(asked, reading.constrained)
     effort = chat_request.effort(reasoning.get("effort"), reading, "reasoning.effort")
     return ChatRequest(
         messages=[*system, *messages],

@@ -24,12 +24,14 @@ from earl_core.rollout.gateway.asked_prompts import CACHE, AskedPrompts
 from earl_core.rollout.gateway.bodies import characters
 from earl_core.rollout.gateway.call import Answer, Call, Generate, all_of
 from earl_core.rollout.gateway.constraints import Constraint
+from earl_core.rollout.gateway.forms import Forms
 from earl_core.rollout.gateway.placing import Placing, Prompt
 from earl_core.rollout.gateway.refusals import invalid, refused
 from earl_core.rollout.gateway.side import Side
 from earl_core.rollout.gateway.waits import Waits
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
+from earl_core.trajectory.forms import Form
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_seed
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class Session:
         self._most_characters = longest * self._most_tokens
         self._aside, self._large = aside, asyncio.Lock()
         self._asked_prompts = asked_prompts
+        self._forms = None if settings.grammars is None else Forms(chat, settings.grammars)
         self._counting: set[asyncio.Task[None]] = set()
         self.conversations: dict[str, Sequence[Message]] = {}
         """Conversations up to answers that can be gone on with by name."""
@@ -126,7 +129,9 @@ class Session:
                 self._note_skipped(side, place)
                 prompts.append(await self._prompt(place, call, side))
                 places[number] = prompts[-1]
-            requests = [self._request(side, prompt, call) for prompt in prompts]
+            forms = [await self._form(prompt, call) for prompt in prompts]
+            pairs = zip(prompts, forms, strict=True)
+            requests = [self._request(side, prompt, call, form) for prompt, form in pairs]
             with self.waits.waiting():
                 completions = await all_of(generate, requests)
             if any(each.finish_reason == "cancelled" for each in completions):
@@ -142,14 +147,16 @@ class Session:
             if completion.finish_reason == "model_context":
                 self._check_overflow(self._max_model_len + 1)
         return [
-            self._answer(side, prompt, completion, call)
-            for prompt, completion in zip(prompts, completions, strict=True)
+            self._answer(side, prompt, completion, call, form)
+            for prompt, completion, form in zip(prompts, completions, forms, strict=True)
         ]
 
-    def _answer(self, side: Side, prompt: Prompt, completion: Completion, call: Call) -> Answer:
+    def _answer(
+        self, side: Side, prompt: Prompt, completion: Completion, call: Call, form: Form | None
+    ) -> Answer:
         """Record one answer."""
         tokens = prompt.tokens
-        message, stopped_by = side.branches.answer(prompt, completion, call.stop)
+        message, stopped_by = side.branches.answer(prompt, completion, call.stop, form)
         side.answered(completion)
         self._meter.answered(completion)
         self._meter.prompt_tokens += len(prompt.given)
@@ -324,7 +331,18 @@ class Session:
         if call.tokens:
             self._check_tokens(side, call.tokens)
 
-    def _request(self, side: Side, prompt: Prompt, call: Call) -> GenerationRequest:
+    async def _form(self, prompt: Prompt, call: Call) -> Form | None:
+        """The form of an answer that the engine is to mask."""
+        if self._forms is None or not call.constraints:
+            return None
+        return await self._forms.of(call.constraints, call.tools, prompt.tokens, self._stops(call))
+
+    def _stops(self, call: Call) -> tuple[int, ...]:
+        return tuple(dict.fromkeys([*self._chat.stop_token_ids, *call.stop_token_ids]))
+
+    def _request(
+        self, side: Side, prompt: Prompt, call: Call, form: Form | None
+    ) -> GenerationRequest:
         tokens = prompt.tokens
         self._check_tokens(side, len(tokens))
         settings = self._settings
@@ -338,10 +356,11 @@ class Session:
             max_tokens=min(budgets, default=None),
             temperature=settings.temperature,
             seed=side.branches.draw_seed(prompt.branch),
-            stop_token_ids=tuple(dict.fromkeys([*self._chat.stop_token_ids, *call.stop_token_ids])),
+            stop_token_ids=self._stops(call),
             on_tokens=call.on_tokens,
             top=call.top,
             ends=self._chat.ends_by(call.stop) if call.stop else self._chat.ends,
+            form=form,
         )
 
     def _check_tokens(self, side: Side, tokens: int) -> None:

@@ -23,11 +23,16 @@ _REINSTALL = (
 
 def check_packages(config: RunConfig | None) -> Iterator[Finding]:
     """Python, what every run needs, MLflow and vLLM."""
-    found = sys.version_info
-    text, fine = "Python {}.{}.{}".format(*found), (3, 11) <= found[:2] <= (3, 12)
+    python = sys.version_info
+    text, fine = "Python {}.{}.{}".format(*python), (3, 11) <= python[:2] <= (3, 12)
     yield judged(fine, text, "use Python 3.11 or 3.12", "blocks")
     yield from _required(config is None or config.tracking.enabled)
     yield from _vllm(config)
+    if config is not None and config.rollout.requests.constrained == "engine":
+        found = installed("xgrammar")
+        text = f"xgrammar {found}" if found else "xgrammar, which masks answers, is not installed"
+        advice = "pip install xgrammar==0.2.8, or set rollout.requests.constrained=free"
+        yield judged(found is not None, text, advice, "blocks")
 
 
 def _required(tracked: bool) -> Iterator[Finding]:
