@@ -204,8 +204,8 @@ class RunConfig(Settings):
                 for label in self.played
             }
         )
-        for suite in self.evaluation.suites:
-            self.reward.check_suite(suite.label, suite.scored_by)
+        scored_by = {suite.label: suite.scored_by for suite in self.evaluation.suites}
+        self.reward.check_run(scored_by, self.deadlines.stage)
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from earl_core.config.reward import RewardConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.played_turns import PlayedTurns
+from earl_core.experience.roles import Parts, shared_of
 from earl_core.run.worker import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
@@ -33,6 +34,9 @@ REWARD_RULES: dict[str, Rule] = {
     **READ_RULES,
 }
 """Rules that merge the metrics of several ranks; their weight is their number of episodes."""
+
+UNNAMED = "unnamed"
+"""In metrics: the role of conversations that have none, beside others that have one."""
 
 _NAMED_FAILURES = 3
 _FAILURE_CHARACTERS = 1500
@@ -53,27 +57,29 @@ def reward_rows(
     An episode's reward is the sum of its turns' rewards over all its samples by the environment's
     weight, and of its scores by those of the functions, float64 before it is stored as float32;
     each of the episode's samples carries it, and the scores count at the turn that was last in
-    time. The batch holds all samples of its episodes, at least one. scored: the episodes that have
-    a reward; None: all, without scores. own_weight: the environment's weight by its label; None:
-    they all have that of the settings. again: groups that were trained before, which have rows, and
-    which the metrics are not over.
+    time; where conversations have roles, at the last turn of each, and so does what they share. The
+    batch holds all samples of its episodes, at least one. scored: the episodes that have a reward;
+    None: all, without scores. own_weight: the environment's weight by its label; None: they all
+    have that of the settings. again: groups that were trained before, which have rows, and which
+    the metrics are not over.
     """
     episodes, first, inverse = np.unique(
         batch.scalars("episode_id"), return_index=True, return_inverse=True
     )
-    parts = [rewards.astype(np.float64) for rewards in batch.list_rows("turn_rewards")]
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    weight: float | np.ndarray = settings.environment_weight
+    paid = [rewards.astype(np.float64) for rewards in batch.list_rows("turn_rewards")]
+    lengths = np.array([len(each) for each in paid], dtype=np.int64)
+    weights = np.full(len(batch), settings.environment_weight)
     if own_weight is not None:
-        of_row = [own_weight(label) for label in batch.strings("environment")]
-        weight = np.repeat(np.array(of_row, dtype=np.float64), lengths)
-    turns = weight * np.concatenate([np.empty(0), *parts])
+        weights = np.array([own_weight(label) for label in batch.strings("environment")])
+    turns = np.repeat(weights, lengths) * np.concatenate([np.empty(0), *paid])
     own = np.bincount(np.repeat(inverse, lengths), weights=turns, minlength=len(episodes))
     given = [{} if scored is None else scored.get(number) for number in episodes.tolist()]
     added = np.array([settings.added(each or {}) for each in given], dtype=np.float64)
-    if scored is not None:
-        present, last = PlayedTurns.of(batch, np.arange(len(inverse)), inverse).last
-        turns[last] += added[present]
+    added += (weights * shared_of(batch))[first]
+    parts = Parts.of(batch, np.arange(len(batch)))
+    if scored is not None or parts.named:
+        present, last = PlayedTurns.of(batch, np.arange(len(batch)), parts.of_row).last
+        turns[last] += added[inverse[parts.first]][present]
     turns_of = np.split(turns, np.cumsum(lengths)[:-1])
     totals, kept = own + added, np.array([each is not None for each in given])
     rows = np.flatnonzero(kept[inverse])
@@ -153,6 +159,7 @@ def merge_rewards(
     """Merge the results of the ranks. before: results for the iteration's earlier waves. Raises
     `EarlError` when, with these, too many episodes have no reward."""
     merged = merge_results(results, REWARD_RULES)
+    merged["metrics"] |= _of_roles(results)
     if config.curriculum:
         merged["outputs"] = {"returns": _merged_returns(results)}
     if not config.reward.functions:
@@ -175,6 +182,19 @@ def merge_rewards(
         moments = whole.moments[title]
         metrics |= {f"of/{title}/mean": moments.mean, f"of/{title}/std": moments.std()}
     return {**merged, "metrics": metrics}
+
+
+def _of_roles(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics of each role's returns."""
+    whole: dict[str, Moments] = {}
+    for result in results:
+        for role, part in result.get("roles", {}).items():
+            whole[role] = whole.get(role, Moments()).merge(Moments.model_validate(part))
+    metrics: dict[str, float] = {}
+    for role, moments in whole.items():
+        name = f"of_role/{role or UNNAMED}"
+        metrics |= {f"{name}/mean": moments.mean, f"{name}/std": moments.std()}
+    return metrics
 
 
 def _merged_returns(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

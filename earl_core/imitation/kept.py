@@ -72,7 +72,14 @@ class KeptEpisodes:
             )
         info = {"outcome": rows[0]["outcome"]} if rows[0]["outcome"] else {}
         return Episode(
-            index, index, index, samples, rows[0]["finish_reason"], info, rows[0]["environment"]
+            index,
+            index,
+            index,
+            samples,
+            rows[0]["finish_reason"],
+            info,
+            rows[0]["environment"],
+            shared_reward=rows[0].get("shared_reward") or 0.0,
         )
 
 
@@ -140,4 +147,5 @@ def _sample(row: dict[str, Any]) -> Sample:
         turn_numbers=row.get("turn_numbers") or [UNNUMBERED] * turns,
         turn_anchors=row.get("turn_anchors") or [0] * turns,
         texts=row["texts"],
+        role=row.get("role") or "",
     )

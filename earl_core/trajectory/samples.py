@@ -51,6 +51,8 @@ class Sample:
     turn_anchors: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    role: str = ""
+    """Of its conversation, where an agent names them."""
 
     def begin_turn(
         self, observation: Sequence[int], text: str = "", anchor: int | None = None
@@ -118,6 +120,8 @@ class Episode:
     environment: str = ""
     opponent_versions: list[int] = field(default_factory=list)
     """Policy versions that have answered as its opponent, ascending."""
+    shared_reward: float = 0.0
+    """The part of its reward that counts for each of its roles, where it has some."""
 
     def take(self, info: Mapping[str, object]) -> None:
         """Keep of a step's info what concerns the whole episode; what comes later counts."""
@@ -135,8 +139,8 @@ class Episode:
 
     @property
     def total_reward(self) -> float:
-        """Sum of the turns' rewards."""
-        return float(sum(sum(sample.turn_rewards) for sample in self.samples))
+        """Sum of the turns' rewards, and what the roles share."""
+        return float(sum(sum(sample.turn_rewards) for sample in self.samples) + self.shared_reward)
 
     @property
     def context_tokens(self) -> int:
@@ -185,10 +189,12 @@ def rollout_rows(episodes: Iterable[Episode], schema: pa.Schema = ROLLOUT_SCHEMA
         "group_id": [episode.group_id for episode, _, _ in rows],
         "prompt_id": [episode.prompt_id for episode, _, _ in rows],
         "turns": [len(sample.turn_starts) for _, _, sample in rows],
+        "shared_reward": [episode.shared_reward for episode, _, _ in rows],
     }
     strings = {
         "finish_reason": [episode.finish_reason for episode, _, _ in rows],
         "environment": [episode.environment for episode, _, _ in rows],
+        "role": [sample.role for _, _, sample in rows],
         "outcome": [utf8(str(episode.info.get("outcome", ""))) for episode, _, _ in rows],
         "scoring": [
             json.dumps(episode.info["scoring"]) if "scoring" in episode.info else ""

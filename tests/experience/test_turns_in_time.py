@@ -60,7 +60,7 @@ def of_episodes(
         rows = Rows(
             {name: rows.numbers[name] for name in rows.numbers if name not in without},
             {name: rows.lengths[name] for name in rows.lengths if name not in without},
-            rows.strings,
+            {name: rows.strings[name] for name in rows.strings if name not in without},
         )
     rollout = sealed(store, "rollout", schema, rows)
     functions = [{"function": "builtins:len", "label": "score"}] if scores else []
@@ -243,7 +243,7 @@ def test_shards_of_an_older_version_are_read_as_it_did(tmp_path: Path) -> None:
     episodes = [divided(4, 1, number, chance)[0] for number in range(8)]
     for spec in ("turn_returns", "gigpo", "reinforce_plus_plus"):
         new, _ = of_episodes(tmp_path / "new", episodes, spec, KL)
-        added = ("turn_numbers", "turn_anchors")
+        added = ("turn_numbers", "turn_anchors", "role", "shared_reward")
         old, _ = of_episodes(tmp_path / "old", episodes, spec, KL, without=added)
         if spec != "gigpo":
             np.testing.assert_array_equal(np.concatenate(old), np.concatenate(new))

@@ -27,7 +27,7 @@ def step_result(result: Any) -> dict[str, Any]:
     """Write the return value of `step` as JSON: the fields of `StepResult`. Raises WireError."""
     if not isinstance(result, StepResult):
         raise WireError(f"step() must return a StepResult, not {type(result).__name__}.")
-    reward = _checked_number("The reward", result.reward)
+    reward = checked_number("The reward", result.reward)
     info = _checked_info(result.info)
     messages = _checked_messages(result.messages)
     if not result.done and not messages:
@@ -104,7 +104,7 @@ def _checked_info(info: Any) -> dict[str, Any]:
         raise WireError(f'info["metrics"] must be a dict of numbers by name, not {metrics!r:.200}.')
     for name in metrics:
         _check_text('A name in info["metrics"]', name)
-    numbers = {n: _checked_number(f'info["metrics"][{n!r}]', v) for n, v in metrics.items()}
+    numbers = {n: checked_number(f'info["metrics"][{n!r}]', v) for n, v in metrics.items()}
     return {**info, "metrics": numbers}
 
 
@@ -133,7 +133,8 @@ def real_number(value: Any) -> float:
         return math.inf if isinstance(value, Real) else math.nan
 
 
-def _checked_number(what: str, value: Any) -> float:
+def checked_number(what: str, value: Any) -> float:
+    """A number that sums and columns can hold. what: it is; raises `WireError` with it."""
     number = real_number(value)
     # Not so for NaN either.
     if not abs(number) <= LARGEST_NUMBER:

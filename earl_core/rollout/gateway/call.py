@@ -24,7 +24,8 @@ class Call:
     template may render. tokens: of a client that renders itself. texts: the longest of what is
     rendered. count: answers. stop_token_ids: besides the model's own.
     stop: strings that end the answer, which is cut before them. constraints: on the form of
-    the answer. token_texts: whether the answer has them. top: see `GenerationRequest`."""
+    the answer. token_texts: whether the answer has them. top: see `GenerationRequest`. name: of
+    the reply."""
 
     locate: Locate
     max_tokens: int | None
@@ -39,6 +40,7 @@ class Call:
     constraints: Sequence[Constraint] = ()
     token_texts: bool = False
     top: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""Roles: what the conversations of an episode are compared by, where an agent names theirs.
+
+Each role's part of an episode has a return of its own: the rewards of its turns, and what all roles
+share. It is compared with the same role's parts of the group's other episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from earl_core.algorithms.moments import Int64Array, Moments
+from earl_core.dispatch.reads.batch import Batch
+from earl_core.trajectory.samples import Rows
+
+ROLE = "role"
+
+
+def roles_of(batch: Batch) -> list[str]:
+    """The role of each row; shards of an older version name none."""
+    return batch.strings(ROLE) if ROLE in batch.names() else [""] * len(batch)
+
+
+def shared_of(batch: Batch) -> np.ndarray:
+    """What the roles of each row's episode share, float64."""
+    if ROLE not in batch.names():
+        return np.zeros(len(batch))
+    return batch.scalars("shared_reward").astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The episodes of some rows, or, where roles have names, each role's part of them.
+
+    of_row: index of each row's part. first: the row that a part begins with, as an index into the
+    rows. roles: number of each part's role. groups: equal where parts are compared.
+    """
+
+    of_row: Int64Array
+    first: Int64Array
+    roles: Int64Array
+    groups: Int64Array
+    named: bool
+
+    @classmethod
+    def of(cls, batch: Batch, members: np.ndarray) -> Parts:
+        """members: indices of the rows, ascending."""
+        episodes = batch.scalars("episode_id")[members]
+        names = roles_of(batch)
+        of_rows = [names[row] for row in members.tolist()]
+        known, roles = np.unique(np.array(of_rows, dtype=object), return_inverse=True)
+        groups = batch.scalars("group_id")[members]
+        named = list(known) not in ([], [""])
+        if not named:
+            _, first, of_row = np.unique(episodes, return_index=True, return_inverse=True)
+            return cls(of_row, first, roles[first], groups[first], False)
+        _, first, of_row = _unique_pairs(episodes, roles)
+        _, _, compared = _unique_pairs(groups, roles)
+        return cls(of_row, first, roles[first], compared[first], True)
+
+
+def _unique_pairs(
+    ones: np.ndarray, others: np.ndarray
+) -> tuple[np.ndarray, Int64Array, Int64Array]:
+    """As `np.unique` of pairs, ascending, with first places and inverse. others: small numbers."""
+    _, numbered = np.unique(ones, return_inverse=True)
+    pairs = numbered * (int(others.max(initial=0)) + 1) + others
+    found, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
+    return found, first, inverse
+
+
+def role_returns(
+    batch: Batch, rewarded: Rows, without: Collection[int] = ()
+) -> dict[str, dict[int, list[float]]]:
+    """The returns of each named role's parts by group. rewarded: as of `reward_rows`. without:
+    groups that do not count. Empty where no role has a name."""
+    rows = np.searchsorted(batch.rows, np.asarray(rewarded.numbers["sample_id"]))
+    parts = Parts.of(batch, rows)
+    if not parts.named:
+        return {}
+    totals = [float(np.sum(each)) for each in rewarded.numbers["turn_totals"]]
+    returns = np.bincount(parts.of_row, weights=totals).tolist()
+    names, groups = roles_of(batch), batch.scalars("group_id")
+    found: dict[str, dict[int, list[float]]] = {}
+    for row, value in zip(rows[parts.first].tolist(), returns, strict=True):
+        if (group := int(groups[row])) not in without:
+            found.setdefault(names[row], {}).setdefault(group, []).append(value)
+    return found
+
+
+def role_moments(returns: dict[str, dict[int, list[float]]]) -> dict[str, Moments]:
+    """Moments of each role's returns."""
+    return {
+        role: Moments.from_values([value for values in groups.values() for value in values])
+        for role, groups in returns.items()
+    }
