@@ -20,7 +20,7 @@ from earl_core.config.reward import RewardConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.played_turns import PlayedTurns
-from earl_core.experience.roles import Parts, shared_of
+from earl_core.experience.roles import Parts, own_rows, shared_of
 from earl_core.run.worker import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
@@ -57,7 +57,8 @@ def reward_rows(
     An episode's reward is the sum of its turns' rewards over all its samples by the environment's
     weight, and of its scores by those of the functions, float64 before it is stored as float32;
     each of the episode's samples carries it, and the scores count at the turn that was last in
-    time; where conversations have roles, at the last turn of each, and so does what they share. The
+    time; where conversations have roles, at the last turn of each, and so does what they share.
+    Rewards of an opponent that is trained, too, are in its turns alone. The
     batch holds all samples of its episodes, at least one. scored: the episodes that have a reward;
     None: all, without scores. own_weight: the environment's weight by its label; None: they all
     have that of the settings. again: groups that were trained before, which have rows, and which
@@ -72,14 +73,16 @@ def reward_rows(
     if own_weight is not None:
         weights = np.array([own_weight(label) for label in batch.strings("environment")])
     turns = np.repeat(weights, lengths) * np.concatenate([np.empty(0), *paid])
-    own = np.bincount(np.repeat(inverse, lengths), weights=turns, minlength=len(episodes))
+    of_own = own_rows(batch)
+    counted_turns = turns * np.repeat(of_own, lengths)
+    own = np.bincount(np.repeat(inverse, lengths), counted_turns, minlength=len(episodes))
     given = [{} if scored is None else scored.get(number) for number in episodes.tolist()]
     added = np.array([settings.added(each or {}) for each in given], dtype=np.float64)
     added += (weights * shared_of(batch))[first]
     parts = Parts.of(batch, np.arange(len(batch)))
     if scored is not None or parts.named:
         present, last = PlayedTurns.of(batch, np.arange(len(batch)), parts.of_row).last
-        turns[last] += added[inverse[parts.first]][present]
+        turns[last] += (added[inverse] * of_own)[parts.first][present]
     turns_of = np.split(turns, np.cumsum(lengths)[:-1])
     totals, kept = own + added, np.array([each is not None for each in given])
     rows = np.flatnonzero(kept[inverse])

@@ -13,7 +13,7 @@ import numpy as np
 
 from earl_core.algorithms.moments import Int64Array, Moments
 from earl_core.dispatch.reads.batch import Batch
-from earl_core.trajectory.samples import Rows
+from earl_core.trajectory.samples import OPPONENT_ROLE, Rows
 
 ROLE = "role"
 
@@ -28,6 +28,11 @@ def shared_of(batch: Batch) -> np.ndarray:
     if ROLE not in batch.names():
         return np.zeros(len(batch))
     return batch.scalars("shared_reward").astype(np.float64)
+
+
+def own_rows(batch: Batch) -> np.ndarray:
+    """Whether each row is the episode's own, and not its opponent's."""
+    return np.array([role != OPPONENT_ROLE for role in roles_of(batch)], dtype=bool)
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from earl_core.config import RunConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.experience.reward import ScoreTally
-from earl_core.experience.roles import shared_of
+from earl_core.experience.roles import own_rows, shared_of
 from earl_core.experience.waiting import KeptScores, Waiting
 from earl_core.system.errors import EarlError
 from earl_core.system.files import write_atomic
@@ -74,8 +76,8 @@ def scored_episodes(batch: Batch) -> list[dict[str, Any]]:
         name: batch.strings(name)
         for name in ("environment", "finish_reason", "outcome", "scoring", "texts")
     }
-    shared = shared_of(batch).tolist()
-    for row in range(len(batch)):
+    shared, own = shared_of(batch).tolist(), own_rows(batch)
+    for row in np.flatnonzero(own).tolist():
         identity = {name: values[row] for name, values in numbers.items()}
         episode = episodes.setdefault(
             identity["episode_id"],
@@ -105,8 +107,8 @@ def _as_scored(episode: Episode) -> dict[str, Any]:
             "outcome": utf8(str(info.get("outcome", ""))),
             "scoring": json.dumps(info["scoring"]) if "scoring" in info else "",
             "shared": episode.shared_reward,
-            "turn_rewards": [each for sample in episode.samples for each in sample.turn_rewards],
-            "said": [text for sample in episode.samples for text in sample.texts],
+            "turn_rewards": [each for sample in episode.own for each in sample.turn_rewards],
+            "said": [text for sample in episode.own for text in sample.texts],
         }
     )
 

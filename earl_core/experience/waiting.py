@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ class KeptScores:
         self._own = self._directory / f"{rank}.jsonl"
         self._known: dict[tuple[str, str], float] = {}
         for path in sorted(self._directory.glob("*.jsonl")):
-            for line in path.read_text().splitlines(keepends=True):
-                # The last line of a process that was killed may be a part.
-                if line.endswith("\n"):
+            for line in path.read_text().splitlines():
+                # Where the disk was full a line may be a part.
+                with suppress(ValueError):
                     function, key, score = json.loads(line)
                     self._known[function, key] = score
 

@@ -16,7 +16,7 @@ from earl_core.pretrained.vocabulary import vocabulary_problem
 from earl_core.run.episodes import NAME, EpisodesDamaged, read_samples
 from earl_core.run.record import stored_config
 from earl_core.system.errors import ConfigError, EarlError
-from earl_core.trajectory.samples import UNNUMBERED, Episode, Sample
+from earl_core.trajectory.samples import OPPONENT_ROLE, UNNUMBERED, Episode, Sample
 
 _CHOSEN_BY = ("group_id", "reward")
 
@@ -64,7 +64,7 @@ class KeptEpisodes:
         kept = self._episodes[index]
         table = _samples(kept.path)
         rows = table.filter(pc.equal(table["episode_id"], kept.episode)).to_pylist()
-        samples = [_sample(row) for row in rows]
+        samples = [_sample(row) for row in rows if row.get("role") != OPPONENT_ROLE]
         if max(token for sample in samples for token in sample.tokens) >= self._vocabulary:
             raise ConfigError(
                 f"{self.place(index)} has tokens beyond the {self._vocabulary} of the model",

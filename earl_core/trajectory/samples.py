@@ -24,6 +24,10 @@ FAILED_REASONS = frozenset(
 
 _KEPT = ("outcome", "outcomes", "metrics", "scoring")
 
+OPPONENT_ROLE = "opponent"
+"""Of samples of an environment's opponent, where both sides are trained: what it did and was paid
+is no part of the episode's turns and reward."""
+
 UNNUMBERED = -1
 """The number of a turn whose place in time is that among the episode's samples."""
 
@@ -133,19 +137,24 @@ class Episode:
         return self.finish_reason in FAILED_REASONS
 
     @property
+    def own(self) -> list[Sample]:
+        """List the samples that are not its opponent's."""
+        return [sample for sample in self.samples if sample.role != OPPONENT_ROLE]
+
+    @property
     def turns(self) -> int:
-        """Answers given, over all samples."""
-        return sum(len(sample.turn_starts) for sample in self.samples)
+        """Answers given, over all samples of its own."""
+        return sum(len(sample.turn_starts) for sample in self.own)
 
     @property
     def total_reward(self) -> float:
         """Sum of the turns' rewards, and what the roles share."""
-        return float(sum(sum(sample.turn_rewards) for sample in self.samples) + self.shared_reward)
+        return float(sum(sum(sample.turn_rewards) for sample in self.own) + self.shared_reward)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest sample."""
-        return max((len(sample.tokens) for sample in self.samples), default=0)
+        """Tokens of the longest sample of its own."""
+        return max((len(sample.tokens) for sample in self.own), default=0)
 
 
 def transcript(texts: Sequence[str], turn_rewards: Sequence[float]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from earl_core.environments.base import LARGEST_NUMBER, StepResult
+from earl_core.environments.base import LARGEST_NUMBER, OPPONENT_REWARD, StepResult
 from earl_core.system.frames import WireError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -97,6 +97,9 @@ def _checked_info(info: Any) -> dict[str, Any]:
     if isinstance(info.get("outcome"), str):
         _check_text('info["outcome"]', info["outcome"])
     _check_outcomes(info.get("outcomes", ()))
+    if OPPONENT_REWARD in info:
+        value = info[OPPONENT_REWARD]
+        info = {**info, OPPONENT_REWARD: checked_number('info["opponent_reward"]', value)}
     if "metrics" not in info:
         return info
     metrics = info["metrics"]

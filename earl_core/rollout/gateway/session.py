@@ -100,6 +100,11 @@ class Session:
         return sorted(self._opponent.versions)
 
     @property
+    def opponent(self) -> Side:
+        """The opponent's side, which is in no episode that `end` makes."""
+        return self._opponent
+
+    @property
     def begun(self) -> int:
         """Conversations so far."""
         return self._policy.branches.begun + self._opponent.branches.begun
@@ -146,7 +151,7 @@ class Session:
         """Record one answer."""
         tokens = prompt.tokens
         message, stopped_by = side.branches.answer(prompt, completion, call.stop)
-        side.answered(completion)
+        side.answered(completion, prompt.branch.samples[-1])
         self.credit.answered(call.name, prompt.branch, side is self._policy)
         self._meter.answered(completion)
         self._meter.prompt_tokens += len(prompt.given)
