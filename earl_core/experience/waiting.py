@@ -109,6 +109,9 @@ class Waiting:
                     named(left), over,
                 )  # fmt: skip
             await asyncio.sleep(min(wait.poll, over))
+        if left:
+            title = self._function.title
+            logger.warning("%s: no score of %s after %g s", title, named(left), wait.deadline)
         for number in left:
             self.failures[number] = f"no score came within {wait.deadline:g} s"
 
@@ -128,8 +131,7 @@ class Waiting:
         title = self._function.title
         first = next(iter(self.failures.values()))
         return EarlError(
-            f"{len(self.failures)} episodes have no score of {title!r}: {named(self.failures)} "
-            f"({first})",
+            f"{title!r} has given no score for {named(self.failures)} ({first})",
             remedy=f"have {title!r} score them, or raise its deadline_seconds, and resume: the "
             "scores that have come are kept",
             payload={**error.payload, "lacking": sorted(self.failures)},

@@ -28,6 +28,7 @@ def made(chance: np.random.Generator) -> list[Episode]:
     episodes = []
     for number in range(GROUPS * SIZE):
         roles = ["planner"] * (1 + number % 2) + ["solver"] * (number % 5 > 0) + [""] * (number % 3)
+        roles += ["critic"] * (number == 6)
         samples = [Sample(role=role) for role in roles]
         order = chance.permutation(np.repeat(np.arange(len(samples)), 2))
         for at, place in enumerate(order.tolist()):
