@@ -170,6 +170,8 @@ def _row(
         "finish_reason": "done",
         "outcome": "win" if episode.reward > 0.5 else "loss",
         "scoring": "",
+        "role": "",
+        "shared_reward": 0.0,
         "texts": texts,
         "tokens": episode.tokens,
         "loss_mask": episode.loss_mask,

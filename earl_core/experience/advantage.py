@@ -193,10 +193,10 @@ class _Part:
         trained = [np.flatnonzero(batch.row("loss_mask", int(row))) for row in rows]
         lengths = np.array([len(positions) for positions in trained], np.int64)
         counts = np.bincount(episode, weights=lengths, minlength=int(keep.sum()))
-        # Without differences inside an episode no order matters.
+        # Without differences inside an episode no order matters, where its rows are neighbours.
         order, turns = np.arange(lengths.sum()), None
         compared = parts.groups[keep][episode]
-        if estimator.token_level or estimator.turn_level:
+        if estimator.token_level or estimator.turn_level or parts.named:
             played = PlayedTurns.of(batch, rows, episode)
             order = played.token_order
             turns = _turns(batch, rows, played, compared) if estimator.turn_level else None

@@ -25,7 +25,7 @@ from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.alike_groups import JudgedGroups, left_out_rows
 from earl_core.experience.group_returns import group_returns, group_rewards
 from earl_core.experience.reward import ScoreTally, reward_rows
-from earl_core.experience.roles import role_moments, role_returns
+from earl_core.experience.roles import RoleMoments, role_returns
 from earl_core.experience.scoring import Scorer, scored_episodes
 from earl_core.run.replay import new_rows, replayed_groups
 from earl_core.run.worker import RunWorker
@@ -57,7 +57,7 @@ class ExperienceWorker(RunWorker):
         scored: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
-        `roles`, dumped `Moments` of the returns of each role;
+        `roles`, dumped `RoleMoments`;
         for a curriculum `returns`, a dumped `GroupReturns` of each environment; `groups`, dumped
         `JudgedGroups`, where groups that score alike leave the batch.
 
@@ -89,7 +89,7 @@ class ExperienceWorker(RunWorker):
             old = replayed_groups(rollout)
             rows, metrics, episodes = reward_rows(batch, settings, given, own, old)
             learnt = group_returns(batch, rows) if self._config.curriculum else {}
-            roles = role_returns(batch, rows, old)
+            of_roles = RoleMoments.of(role_returns(batch, rows, old))
             groups: dict[str, Any] = {}
             if self._config.rollout.filters_groups:
                 every = role_returns(batch, rows).values() or [group_rewards(batch, rows)]
@@ -99,10 +99,7 @@ class ExperienceWorker(RunWorker):
         result = self._result(entries, metrics, episodes, started)
         returns = {label: each.model_dump(mode="json") for label, each in learnt.items()}
         dumped = tally.model_dump(mode="json")
-        of_roles = {
-            role: moments.model_dump(mode="json") for role, moments in role_moments(roles).items()
-        }
-        scores_and_roles = {"scores": dumped, "roles": of_roles}
+        scores_and_roles = {"scores": dumped, "roles": of_roles.model_dump(mode="json")}
         return {**result, **scores_and_roles, "returns": returns, "groups": groups}
 
     def _known_scores(

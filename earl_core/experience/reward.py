@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from earl_core.config.reward import RewardConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.played_turns import PlayedTurns
-from earl_core.experience.roles import Parts, own_rows, shared_of
+from earl_core.experience.roles import Parts, RoleMoments, own_rows, shared_of
 from earl_core.run.worker import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
@@ -34,9 +35,6 @@ REWARD_RULES: dict[str, Rule] = {
     **READ_RULES,
 }
 """Rules that merge the metrics of several ranks; their weight is their number of episodes."""
-
-UNNAMED = "unnamed"
-"""In metrics: the role of conversations that have none, beside others that have one."""
 
 _NAMED_FAILURES = 3
 _FAILURE_CHARACTERS = 1500
@@ -162,7 +160,8 @@ def merge_rewards(
     """Merge the results of the ranks. before: results for the iteration's earlier waves. Raises
     `EarlError` when, with these, too many episodes have no reward."""
     merged = merge_results(results, REWARD_RULES)
-    merged["metrics"] |= _of_roles(results)
+    roles = [RoleMoments.model_validate(result.get("roles", {})) for result in results]
+    merged["metrics"] |= reduce(RoleMoments.merge, roles, RoleMoments()).metrics
     if config.curriculum:
         merged["outputs"] = {"returns": _merged_returns(results)}
     if not config.reward.functions:
@@ -185,19 +184,6 @@ def merge_rewards(
         moments = whole.moments[title]
         metrics |= {f"of/{title}/mean": moments.mean, f"of/{title}/std": moments.std()}
     return {**merged, "metrics": metrics}
-
-
-def _of_roles(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of each role's returns."""
-    whole: dict[str, Moments] = {}
-    for result in results:
-        for role, part in result.get("roles", {}).items():
-            whole[role] = whole.get(role, Moments()).merge(Moments.model_validate(part))
-    metrics: dict[str, float] = {}
-    for role, moments in whole.items():
-        name = f"of_role/{role or UNNAMED}"
-        metrics |= {f"{name}/mean": moments.mean, f"{name}/std": moments.std()}
-    return metrics
 
 
 def _merged_returns(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,12 +10,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import BaseModel
 
 from earl_core.algorithms.moments import Int64Array, Moments
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.trajectory.samples import OPPONENT_ROLE, Rows
 
 ROLE = "role"
+
+UNNAMED = "unnamed"
+"""In metrics: the role of conversations that have none, beside others that have one."""
 
 
 def roles_of(batch: Batch) -> list[str]:
@@ -40,12 +44,11 @@ class Parts:
     """The episodes of some rows, or, where roles have names, each role's part of them.
 
     of_row: index of each row's part. first: the row that a part begins with, as an index into the
-    rows. roles: number of each part's role. groups: equal where parts are compared.
+    rows. groups: equal where parts are compared. named: whether some role of the batch has a name.
     """
 
     of_row: Int64Array
     first: Int64Array
-    roles: Int64Array
     groups: Int64Array
     named: bool
 
@@ -55,15 +58,16 @@ class Parts:
         episodes = batch.scalars("episode_id")[members]
         names = roles_of(batch)
         of_rows = [names[row] for row in members.tolist()]
-        known, roles = np.unique(np.array(of_rows, dtype=object), return_inverse=True)
+        _, roles = np.unique(np.array(of_rows, dtype=object), return_inverse=True)
         groups = batch.scalars("group_id")[members]
-        named = list(known) not in ([], [""])
+        # Conversations without a name are a part where others of their episode have one.
+        named = any(names)
         if not named:
             _, first, of_row = np.unique(episodes, return_index=True, return_inverse=True)
-            return cls(of_row, first, roles[first], groups[first], False)
+            return cls(of_row, first, groups[first], False)
         _, first, of_row = _unique_pairs(episodes, roles)
         _, _, compared = _unique_pairs(groups, roles)
-        return cls(of_row, first, roles[first], compared[first], True)
+        return cls(of_row, first, compared[first], True)
 
 
 def _unique_pairs(
@@ -95,9 +99,37 @@ def role_returns(
     return found
 
 
-def role_moments(returns: dict[str, dict[int, list[float]]]) -> dict[str, Moments]:
+class RoleMoments(BaseModel):
     """Moments of each role's returns."""
-    return {
-        role: Moments.from_values([value for values in groups.values() for value in values])
-        for role, groups in returns.items()
-    }
+
+    moments: dict[str, Moments] = {}
+
+    @classmethod
+    def of(cls, returns: dict[str, dict[int, list[float]]]) -> RoleMoments:
+        """returns: as `role_returns` gives them."""
+        return cls(
+            moments={
+                role: Moments.from_values([value for values in groups.values() for value in values])
+                for role, groups in returns.items()
+            }
+        )
+
+    def merge(self, other: RoleMoments) -> RoleMoments:
+        """Return the moments of both ranks' parts."""
+        names = {**self.moments, **other.moments}
+        none = Moments()
+        return RoleMoments(
+            moments={
+                name: self.moments.get(name, none).merge(other.moments.get(name, none))
+                for name in names
+            }
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Mean and standard deviation of each role's returns."""
+        metrics: dict[str, float] = {}
+        for role, moments in self.moments.items():
+            name = f"of_role/{role or UNNAMED}"
+            metrics |= {f"{name}/mean": moments.mean, f"{name}/std": moments.std()}
+        return metrics

@@ -101,7 +101,7 @@ class _Grader(BaseHTTPRequestHandler):
             status = 503
         elif looks > 2 or not state.slow:
             status, body = 200, state.says[number]
-        if self.headers["Authorization"] != "Bearer k":
+        if self.headers["Authorization"] != "Bearer k-e-y":
             status = 401
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -122,6 +122,12 @@ class _Grader(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADER_KEY", "k-e-y")
+    monkeypatch.setenv("OTHER_KEY", "o-t-h-e-r")
+
+
 @pytest.fixture
 def grader() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Grader)
@@ -135,7 +141,7 @@ def grader() -> Iterator[Any]:
 
 
 async def test_a_slow_grader_is_asked_once_for_each_episode(tmp_path: Path, grader: Any) -> None:
-    config = later(tmp_path, url=grader.url, api_key="k", deadline_seconds=20)
+    config = later(tmp_path, url=grader.url, api_key="env:GRADER_KEY", deadline_seconds=20)
     rewards, _, _ = await rewarded(tmp_path, config)
     assert rewards == pytest.approx([own + 1.0 + 2 * (at == 2) for at, own in enumerate(OWN)])
     assert [grader.asked["POST", number] for number in range(4)] == [1] * 4
@@ -148,14 +154,17 @@ async def test_a_slow_grader_is_asked_once_for_each_episode(tmp_path: Path, grad
 def test_what_is_no_score_costs_its_own_episode(tmp_path: Path, grader: Any) -> None:
     grader.slow = False
     grader.says = [b'{"score": true}', b'{"score": NaN}', b'{"score": "1"}', b"[1]"]
-    function = {"function": "later", "options": {**QUICK, "url": grader.url, "api_key": "k"}}
+    function = {
+        "function": "later",
+        "options": {**QUICK, "url": grader.url, "api_key": "env:GRADER_KEY"},
+    }
     found = scores_of(tmp_path, [function], 4)
     assert not found.given
     for number, told in enumerate(
         ("is True: give a number", "not nan", "not '1'", "is [1]: give an object with `score`")
     ):
         assert told in found.failures[number]
-    function["options"] = {**QUICK, "url": grader.url, "api_key": "other"}
+    function["options"] = {**QUICK, "url": grader.url, "api_key": "env:OTHER_KEY"}
     found = scores_of(tmp_path / "other", [function], 1)
     assert "answered with status 401" in found.failures[0]
 
@@ -180,7 +189,7 @@ async def test_what_cannot_be_asked_is_refused_before_work(tmp_path: Path) -> No
         ({}, "directory or url is missing, or both are given"),
         ({"directory": "a", "url": "http://x"}, "or both are given"),
         ({"url": "ftp://x"}, "begin it with http:// or https://"),
-        ({"directory": "a", "api_key": "k"}, "api_key is for a url: leave it out"),
+        ({"directory": "a", "api_key": "env:GRADER_KEY"}, "api_key is for a url: leave it out"),
     ):
         with pytest.raises(ConfigError, match=message):
             await check_environments(later(tmp_path, **options))

@@ -12,7 +12,7 @@ from earl_core.config.reward import RewardConfig
 from earl_core.dispatch import Batch, ShardStore
 from earl_core.experience.alike_groups import JudgedGroups
 from earl_core.experience.reward import merge_rewards, reward_rows
-from earl_core.experience.roles import role_moments, role_returns
+from earl_core.experience.roles import RoleMoments, role_returns
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
 from tests.experience.test_distributed import configuration
@@ -90,7 +90,7 @@ def expected(episodes: list[Episode], spec: str, scores: dict[int, float]) -> di
             else:
                 weights = [sum(length for _, length in turns[key].values()) for key in of_role]
                 values = np.repeat(list(of_role.values()), weights)
-                value = (own - values.mean()) / values.std()
+                value = (own - values.mean()) / max(values.std(), 1e-4)
             found[number, at] = value
     return found
 
@@ -162,10 +162,14 @@ def test_metrics_and_alike_groups_by_role(tmp_path: Path) -> None:
     assert metrics["mean"] == pytest.approx(2 * np.mean([2.5, 4.5, 4.5, 4.5]))
     assert rows.numbers["reward"].tolist()[:2] == [5.0, 5.0]
     assert [each.tolist() for each in rows.numbers["turn_totals"]][2:4] == [[3.0], [7.0]]
-    moments = role_moments(returns)
+    tally = RoleMoments.of(returns)
+    moments = tally.moments
     assert (moments["one"].mean, moments["two"].mean) == pytest.approx((4.0, 5.0))
-    assert {role: each.count for role, each in role_moments(again).items()} == {"one": 2, "two": 2}
-    result = {"shards": [], "metrics": {}, "roles": {k: v.model_dump() for k, v in moments.items()}}
+    assert {role: each.count for role, each in RoleMoments.of(again).moments.items()} == {
+        "one": 2,
+        "two": 2,
+    }
+    result = {"shards": [], "metrics": {}, "roles": tally.model_dump()}
     merged = merge_rewards([result], configuration(tmp_path))["metrics"]
     assert merged["of_role/two/mean"] == pytest.approx(5.0)
     assert merged["of_role/two/std"] == pytest.approx(np.std([3.0, 7.0, 5.0, 5.0]))

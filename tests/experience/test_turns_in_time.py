@@ -51,8 +51,9 @@ def of_episodes(
     scores: dict[int, dict[str, float]] | None = None,
     without: Sequence[str] = (),
 ) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Advantages of the trained tokens of each sample, through shards; and the metrics. The
-    reference's log-prob of a token is -0.125 times its id. without: columns of the rollout."""
+    """Advantages of the trained tokens of each sample that is kept, through shards; and the
+    metrics. The reference's log-prob of a token is -0.125 times its id. without: columns of the
+    rollout."""
     store = ShardStore(directory, 2**30)
     schema, rows = ROLLOUT_SCHEMA, rollout_rows(episodes)
     if without:
@@ -79,7 +80,8 @@ def of_episodes(
     with Batch(store, manifests) as batch:
         columns, metrics = advantages(batch, algorithm)
     values = [np.array(row, np.float32) for row in columns["advantages"]]
-    return [row[mask] for row, mask in zip(values, masks, strict=True)], metrics
+    kept = [masks[row] for row in np.searchsorted(ids, columns["sample_id"])]
+    return [row[mask] for row, mask in zip(values, kept, strict=True)], metrics
 
 
 def planned(number: int, reward: float) -> Episode:

@@ -235,7 +235,7 @@ def test_both_sides_need_an_opponent_that_is_the_policy() -> None:
         "iterations": 1,
         "model": {"path": "nowhere"},
         "environment": {"name": "tic_tac_toe", "train": "all"},
-        "rollout": {"prompts_per_iteration": 2, "group_size": 2},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_turns": 5},
     }
     config = RunConfig.model_validate(raw)
     assert [each.train for each in config.evaluated.values()] == ["policy"]
