@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.rewards.results import checked_number
+from earl_core.environments.real_numbers import checked_number
 from earl_core.system.errors import ConfigError
 from earl_core.system.frames import WireError
 from earl_core.system.import_path import import_object, refuse_library

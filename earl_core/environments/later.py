@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.environments.endpoints import open_endpoint, read_reply
-from earl_core.environments.rewards.results import checked_number
+from earl_core.environments.real_numbers import checked_number
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.wait import DEADLINE_SECONDS, POLL_SECONDS, Wait
 

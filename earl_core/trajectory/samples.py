@@ -192,7 +192,7 @@ def rollout_rows(episodes: Iterable[Episode], schema: pa.Schema = ROLLOUT_SCHEMA
     rows = [
         (episode, at, sample) for episode in ordered for at, sample in enumerate(episode.samples)
     ]
-    scalars = {
+    scalars: dict[str, list[float]] = {
         "sample_id": [episode.episode_id << SAMPLE_BITS | at for episode, at, _ in rows],
         "episode_id": [episode.episode_id for episode, _, _ in rows],
         "group_id": [episode.group_id for episode, _, _ in rows],

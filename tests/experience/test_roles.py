@@ -160,7 +160,7 @@ def test_metrics_and_alike_groups_by_role(tmp_path: Path) -> None:
         returns = role_returns(batch, rows)
         again = role_returns(batch, rows, [0])
     assert metrics["mean"] == pytest.approx(2 * np.mean([2.5, 4.5, 4.5, 4.5]))
-    assert rows.numbers["reward"].tolist()[:2] == [5.0, 5.0]
+    assert np.asarray(rows.numbers["reward"])[:2].tolist() == [5.0, 5.0]
     assert [each.tolist() for each in rows.numbers["turn_totals"]][2:4] == [[3.0], [7.0]]
     tally = RoleMoments.of(returns)
     moments = tally.moments

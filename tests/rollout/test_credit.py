@@ -96,11 +96,9 @@ def test_conversations_have_roles_by_a_header_or_afterwards() -> None:
             error = (await ask(wrong))["error"]
             assert error["code"] == "invalid_request", error
             assert "role" in error["message"]
-        going_on = {
-            "model": "x",
-            "messages": [*HELLO["messages"], planner["choices"][0]["message"]],
-        }
-        going_on["messages"].append({"role": "user", "content": "more"})
+        said = planner["choices"][0]["message"]
+        more = {"role": "user", "content": "more"}
+        going_on = {"model": "x", "messages": [*HELLO["messages"], said, more]}
         await asking.post(going_on, headers={"X-EARL-Role": "planner"})
         await asking.post(going_on, headers={"X-EARL-Role": "critic"})
         end = asking.session.end

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.rewards.results import real_number
+from earl_core.environments.real_numbers import real_number
 from earl_core.secrets import redact, redact_error
 from earl_core.system.errors import ConfigError
 from earl_core.system.frames import WireError
