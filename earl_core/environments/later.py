@@ -49,13 +49,15 @@ def episode_key(episode: Mapping[str, Any]) -> str:
 class Later:
     """A score that somebody gives in a while. Each episode has an id.
 
-    directory: `episodes/ID.json` is written there, and `scores/ID.json` is waited for: an object
-        with `score`. url: of an endpoint instead: `GET URL/ID` answers 200 with an object that has
-        `score`, 202 where there is none yet, and 404 where the episode is not known: it is then
-        sent by `POST URL`, an object with `id` and `episode`, which is answered with 200 or 202
-        likewise. api_key: bearer token for it, as a reference.
-    deadline_seconds: how long scores are waited for, from when the stage begins. poll_seconds:
-        between two looks. timeout_seconds: time limit of one look.
+    directory: where `episodes/ID.json` is written, and `scores/ID.json` is waited for, an object
+        with `score`.
+    url: URL of an endpoint instead. `GET URL/ID` answers 200 with an object that has `score`, 202
+        where there is none yet, and 404 where the episode is not known, which is then sent by
+        `POST URL`, an object with `id` and `episode`, and answered with 200 or 202 likewise.
+    api_key: bearer token for the endpoint, as a reference.
+    deadline_seconds: how long scores are waited for, from when the stage begins.
+    poll_seconds: seconds between two looks at what is missing.
+    timeout_seconds: time limit of one look.
     """
 
     def __init__(
