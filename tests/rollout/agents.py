@@ -160,3 +160,19 @@ async def credited(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     if says == "both":
         return {"reward": 2.0, "rewards": {first: 0.25, second: -1.0}, "outcome": "both"}
     return {"rewards": rewards[says]}
+
+
+async def pair(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """A planner and a solver, who share a reward and are paid for their answers besides."""
+
+    async def answer(role: str, text: str) -> tuple[str, str]:
+        api = client(base_url, api_key).with_options(default_headers={"X-EARL-Role": role})
+        said: list[Any] = [{"role": "user", "content": text}]
+        reply = await api.chat.completions.create(model="policy", messages=said)
+        return reply.id, reply.choices[0].message.content or ""
+
+    planned, plan = await answer("planner", "free: 1 2 3")
+    solved, solution = await answer("solver", "free: 1 2")
+    sums = [sum(map(ord, text)) for text in (plan, solution)]
+    rewards = {planned: sums[0] % 5 / 8, solved: sums[1] % 3 / 2}
+    return {"reward": float(sums[1] % 2), "rewards": rewards}
