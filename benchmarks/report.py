@@ -171,6 +171,8 @@ def _row(
         "outcome": "win" if episode.reward > 0.5 else "loss",
         "scoring": "",
         "forms": "",
+        "role": "",
+        "shared_reward": 0.0,
         "texts": texts,
         "tokens": episode.tokens,
         "loss_mask": episode.loss_mask,

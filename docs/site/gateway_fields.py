@@ -18,7 +18,9 @@ What the [gateway](../how-to/own-agent.md#the-gateway) does with each field of a
 it has the meaning that its API gives it, as far as the table says nothing else. **refused**: status
 400 with a sentence, because the field would change the prompt or the answer; values that ask for
 nothing are taken. **harmless**: it changes neither. Fields in no table are refused by their name.
-`docs/site/gateway_fields.py` writes this page.
+The header `X-EARL-Role` names the
+[role](../how-to/own-agent.md#rewards-of-single-answers-and-roles) of the request's conversation, in
+each API. `docs/site/gateway_fields.py` writes this page.
 """
 
 

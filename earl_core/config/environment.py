@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -82,6 +83,12 @@ class EnvironmentConfig(Settings):
         "which is called as run(task, base_url, api_key) and returns the reward; or program (a "
         "command or a service), or verifiers.",
     )
+    train: Literal["policy", "all"] = Field(
+        default="policy",
+        description="Who is trained where the environment asks the policy for its opponent. "
+        "policy: the policy's own side; all: the opponent's conversations, too, by the rewards "
+        "that the environment tells (`opponent_reward`), under a baseline of their own.",
+    )
     options: Options = Field(
         default_factory=dict,
         description="Options of the environment, checked before work starts; an agent gets them "
@@ -156,6 +163,11 @@ class EnvironmentConfig(Settings):
                 f"environment.call_timeout_seconds ({call:g}) must be below "
                 f"environment.episode_timeout_seconds ({whole:g}): lower the former"
             )
+        if self.agent and self.train == "all":
+            raise ValueError(
+                "environment.train is for environments: an agent names the roles of its "
+                "conversations, all of which are trained, so leave it out"
+            )
         tools = self.tools or self.mcp
         if self.agent and tools:
             raise ValueError(
@@ -174,6 +186,12 @@ class EnvironmentConfig(Settings):
     def agent_timeout_seconds(self) -> float:
         """Time limit of an agent."""
         return self.episode_timeout_seconds or _AGENT_SECONDS
+
+    def held_out(self, options: Mapping[str, Any]) -> EnvironmentConfig:
+        """The environment as held-out episodes are played, which nobody is trained on. options:
+        in place of its own."""
+        changed = {**self.options, **options}
+        return self.model_copy(update={"options": changed, "train": "policy"})
 
     @property
     def played(self) -> str:
@@ -284,6 +302,11 @@ class SuiteConfig(EnvironmentConfig):
             raise ValueError(
                 f"the suite {self.label} has {self.attempts} attempts at temperature 0, which are "
                 "all the same: give a temperature, or one attempt"
+            )
+        if self.train == "all":
+            raise ValueError(
+                f"the suite {self.label} has train `all`, and held-out episodes train nobody: "
+                "leave it out"
             )
         if self.gate and self.every > 1:
             raise ValueError(

@@ -10,14 +10,16 @@ from pydantic import Field, model_validator
 
 from earl_core.config.environment import Label
 from earl_core.system.settings import Options, Settings
+from earl_core.system.wait import LATER, Wait
 
 
 class RewardFunctionConfig(Settings):
     """One function that scores whole episodes."""
 
     function: str = Field(
-        description="Scorer of episodes: judge or reward_model (models behind an endpoint), "
-        "or the import path `package.module:function` of a function that is called as "
+        description="Scorer of episodes: judge or reward_model (models behind an endpoint), later "
+        "(a score that people or a slow grader give in a while, by files or an endpoint), or the "
+        "import path `package.module:function` of a function that is called as "
         "score(episode, **options) and returns a number, or a number and a dict."
     )
     label: Label | None = Field(
@@ -39,6 +41,16 @@ class RewardFunctionConfig(Settings):
     def title(self) -> str:
         """Its label, or what stands for it."""
         return self.label or re.split(r"[:.]", self.function)[-1]
+
+    @property
+    def comes_later(self) -> bool:
+        """True when its scores are waited for."""
+        return self.function == LATER
+
+    @property
+    def wait(self) -> Wait:
+        """How long, where they are."""
+        return Wait.of(self.options)
 
     def scores(self, environment: str) -> bool:
         """Tell whether the function scores the episodes of the environment with this label."""
@@ -94,15 +106,31 @@ class RewardConfig(Settings):
         titles = Counter(each.title for each in self.functions)
         for title in (title for title, times in titles.items() if times > 1):
             raise ValueError(f"reward.functions have the label {title!r} twice: give each its own")
+        for each in self.functions:
+            if each.comes_later:
+                Wait.of(each.options)
         return self
+
+    def check_run(self, scored_by: Mapping[str, Iterable[str]], seconds: float) -> None:
+        """Raise `ValueError` where scores are waited for longer than a stage may take, or one of
+        the functions that score a suite is missing. scored_by: of suites, by label. seconds: of a
+        stage."""
+        for suite, titles in scored_by.items():
+            self._check_suite(suite, titles)
+        for each in self.functions:
+            if each.comes_later and each.wait.deadline >= seconds:
+                raise ValueError(
+                    f"reward.functions: {each.title!r} waits for {each.wait.deadline:g} s "
+                    f"(deadline_seconds), and a stage may take {seconds:g} s: raise "
+                    "deadlines.stage above it"
+                )
 
     def added(self, scores: Mapping[str, float]) -> float:
         """Return the sum that the functions' scores, by label, add to an episode's reward."""
         weights = {each.title: each.weight for each in self.functions}
         return sum(weights[label] * score for label, score in scores.items())
 
-    def check_suite(self, suite: str, titles: Iterable[str]) -> None:
-        """Raise `ValueError` where one of the functions that score a suite is missing."""
+    def _check_suite(self, suite: str, titles: Iterable[str]) -> None:
         known = [each.title for each in self.functions]
         for title in titles:
             if title not in known:
@@ -110,6 +138,11 @@ class RewardConfig(Settings):
                 raise ValueError(
                     f"evaluation.suites: {suite!r} is scored_by {title!r}, but reward.functions "
                     f"has {listed}: correct it, or add the function"
+                )
+            if next(each for each in self.functions if each.title == title).comes_later:
+                raise ValueError(
+                    f"evaluation.suites: {suite!r} is scored_by {title!r}, which nobody waits for "
+                    "in an evaluation: score the suite by another function"
                 )
 
     def unrewarded(self, weights: Mapping[str, float]) -> list[str]:

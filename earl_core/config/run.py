@@ -204,8 +204,8 @@ class RunConfig(Settings):
                 for label in self.played
             }
         )
-        for suite in self.evaluation.suites:
-            self.reward.check_suite(suite.label, suite.scored_by)
+        scored_by = {suite.label: suite.scored_by for suite in self.evaluation.suites}
+        self.reward.check_run(scored_by, self.deadlines.stage)
         return self
 
     @model_validator(mode="after")
@@ -324,9 +324,8 @@ class RunConfig(Settings):
     def evaluated(self) -> Mapping[str, EnvironmentConfig]:
         """Environments that the held-out episodes are played in, by label."""
         if self.environment is None:
-            return self.played
-        options = {**self.environment.options, **self.evaluation.options}
-        return {"": self.environment.model_copy(update={"options": options})}
+            return {label: each.held_out({}) for label, each in self.played.items()}
+        return {"": self.environment.held_out(self.evaluation.options)}
 
     def evaluates(self, version: int) -> bool:
         """True when this policy version is evaluated; the first and the last always are, so that

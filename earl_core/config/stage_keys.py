@@ -73,6 +73,9 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     for played in (whole.get("environment"), *whole.get("environments", ()), *suites):
         for name in _SUPERVISION if played else ():
             del played[name]
+        if played and played["train"] == "policy":
+            # As it was before there was a choice.
+            del played["train"]
     for suite in suites:
         del suite["gate"]
     if (stages := whole.get("stages", {})).get("placement", "") is None:

@@ -2,16 +2,19 @@
 
 The agent is a function `run(task, base_url, api_key)`, a coroutine function or a plain one. It asks
 the policy by OpenAI's API at `base_url`, and returns the episode's reward: a number, or a dict with
-`reward` and, as in `StepResult.info`, `outcome`, `metrics` and `scoring`.
+`reward`, `rewards` (of single answers, by the `id` of their replies) or both, perhaps `roles` (of
+their conversations), and, as in `StepResult.info`, `outcome`, `metrics` and `scoring`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping
+import re
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
+from earl_core.environments.real_numbers import checked_number
 from earl_core.system.errors import ConfigError
 from earl_core.system.frames import WireError
 from earl_core.system.import_path import import_object, refuse_library
@@ -25,6 +28,15 @@ nowhere: an opponent, a simulated user. Any other name is the first's."""
 
 POSTED = "reward_posted"
 """In the info of an episode whose reward is the one that was posted to the gateway."""
+
+
+REWARDS = "rewards"
+"""In what an agent returns, and in the info made of it: rewards of answers, by their ids."""
+
+ROLES = "roles"
+"""Likewise: roles of their conversations."""
+
+_ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 
 
 class AgentEnvironment:
@@ -79,7 +91,65 @@ def episode_result(value: Any) -> StepResult:
     info: dict[str, Any] = {}
     if isinstance(value, Mapping):
         info = {str(key): each for key, each in value.items()}
+        if REWARDS in info:
+            info[REWARDS] = _rewards(info[REWARDS])
+            info.setdefault("reward", 0.0)
+        if ROLES in info:
+            info[ROLES] = _roles(info[ROLES])
         if "reward" not in info:
-            raise WireError(f"The agent returned a dict without a reward: {sorted(info)}.")
+            raise WireError(
+                f"The agent returned a dict without a reward (`reward`, `rewards`): {sorted(info)}."
+            )
         value = info.pop("reward")
     return StepResult([], value, True, info)
+
+
+def checked_role(name: Any) -> str:
+    """Name of a role. Raises WireError for what is none."""
+    if not isinstance(name, str) or not _ROLE.fullmatch(name):
+        raise WireError(
+            f"A role has 1 to 32 letters, digits, dots, dashes and underscores, not {name!r:.50}."
+        )
+    if name == OPPONENT:
+        raise WireError(
+            f"The role {OPPONENT!r} is that of the environment's opponent: choose another."
+        )
+    return name
+
+
+def _roles(given: Any) -> dict[str, str]:
+    return {id_: checked_role(name) for id_, name in _by_id(ROLES, given).items()}
+
+
+def _by_id(what: str, given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in given):
+        raise WireError(
+            f"`{what}` must be a dict by the `id` of the answers' replies, not {given!r:.200}."
+        )
+    return given
+
+
+def _rewards(given: Any) -> dict[str, float]:
+    given = _by_id(REWARDS, given)
+    for id_, value in given.items():
+        # A truth value is a comparison that was put in the wrong place. numpy's has this name.
+        if type(value).__name__ in ("bool", "bool_"):
+            raise WireError(f"The reward of the answer {id_!r:.80} must be a number, not {value}.")
+    return {
+        id_: checked_number(f"The reward of the answer {id_!r:.80}", value)
+        for id_, value in given.items()
+    }
+
+
+class KeyTwice(ValueError):
+    """JSON has an object with a key that stands twice, so that one value would be lost."""
+
+
+def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON, for `json.loads`. Raises `KeyTwice`."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise KeyTwice(f"{twice!r:.80} stands twice in one object: name it once")
+    return made

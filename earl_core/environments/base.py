@@ -17,6 +17,10 @@ LARGEST_NUMBER = 1e30
 """Largest reward or metric, so that sums and float32 columns stay finite too."""
 
 
+OPPONENT_REWARD = "opponent_reward"
+"""In the info of a step: what the opponent's last answer is paid, where it is trained, too."""
+
+
 class FunctionCall(TypedDict):
     """The name of a tool and its arguments by name, anything JSON can hold."""
 
@@ -66,7 +70,8 @@ class StepResult:
         illegal, ...) is counted into the metrics, beside a zero for each that did not occur of
         `info["outcomes"]` (list of str: all that there are); `info["metrics"]` (dict of real
         numbers between -1e30 and 1e30, by name) is averaged; `info["scoring"]` is given to the
-        run's reward functions with the episode.
+        run's reward functions with the episode. `info["opponent_reward"]` (a real number, of any
+        step) is what the opponent's last answer is paid under `environment.train: all`.
 
     A result that is otherwise costs its own episode only: "invalid_result".
     """

@@ -12,8 +12,8 @@ from earl_core.environments.adapters.row_files import Row
 from earl_core.environments.adapters.row_forms import Form, RowForm
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options
+from earl_core.environments.real_numbers import real_number
 from earl_core.environments.rewards import ANSWER_RULES
-from earl_core.environments.rewards.results import real_number
 from earl_core.environments.rewards.row_rewards import RowReward
 from earl_core.environments.rewards.usable_rows import RowRules
 

@@ -30,6 +30,7 @@ from earl_core.cluster.rpc import Rule
 from earl_core.config.algorithm import AlgorithmConfig, KLConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.played_turns import PlayedTurns
+from earl_core.experience.roles import Parts, roles_of
 from earl_core.run.worker import READ_RULES
 from earl_core.trajectory.samples import Rows
 
@@ -145,6 +146,7 @@ Charge = Callable[
 @dataclass(frozen=True)
 class _Part:
     """The episodes of a batch that are trained on and compared: all, or those of one environment.
+    Where conversations have roles, a role's part of an episode stands for an episode.
 
     dropped: how many episodes leave. rows: indices into the batch of the others' samples; trained:
     the trained positions of each; order: of their tokens in time, see `PlayedTurns`. bounded: 1 for
@@ -166,7 +168,9 @@ class _Part:
         environment it was and not how good an episode was; groups are of one anyway."""
         if not estimator.needs_batch:
             return [cls.of(batch, charge, estimator, np.arange(len(batch)))]
-        labels = np.array(batch.strings("environment"))
+        # So have roles.
+        both = zip(batch.strings("environment"), roles_of(batch), strict=True)
+        labels = np.array([f"{label}/{role}" if role else label for label, role in both])
         return [
             cls.of(batch, charge, estimator, np.flatnonzero(labels == label), str(label))
             for label in np.unique(labels)
@@ -182,33 +186,35 @@ class _Part:
         environment: str = "",
     ) -> _Part:
         """Make the part of these rows, ascending."""
-        episodes, first, inverse = np.unique(
-            batch.scalars("episode_id")[members], return_index=True, return_inverse=True
-        )
-        groups = batch.scalars("group_id")[members[first]]
-        keep = filter_episodes(groups, group_relative=estimator.needs_groups)
-        rows = members[keep[inverse]]
-        episode = (np.cumsum(keep) - 1)[inverse[keep[inverse]]]
+        parts = Parts.of(batch, members)
+        keep = filter_episodes(parts.groups, group_relative=estimator.needs_groups)
+        rows = members[keep[parts.of_row]]
+        episode = (np.cumsum(keep) - 1)[parts.of_row[keep[parts.of_row]]]
         trained = [np.flatnonzero(batch.row("loss_mask", int(row))) for row in rows]
         lengths = np.array([len(positions) for positions in trained], np.int64)
         counts = np.bincount(episode, weights=lengths, minlength=int(keep.sum()))
-        # Without differences inside an episode no order matters.
+        # Without differences inside an episode no order matters, where its rows are neighbours.
         order, turns = np.arange(lengths.sum()), None
-        if estimator.token_level or estimator.turn_level:
+        compared = parts.groups[keep][episode]
+        if estimator.token_level or estimator.turn_level or parts.named:
             played = PlayedTurns.of(batch, rows, episode)
             order = played.token_order
-            turns = _turns(batch, rows, played) if estimator.turn_level else None
+            turns = _turns(batch, rows, played, compared) if estimator.turn_level else None
         penalties, bounded = charge(batch, rows, trained)
-        rewards = batch.scalars("reward")[members[first]][keep]
+        rewards = batch.scalars("reward")[members[parts.first]]
+        if parts.named:
+            totals = [batch.row("turn_totals", row).sum(dtype=np.float64) for row in members]
+            rewards = np.bincount(parts.of_row, weights=totals, minlength=len(keep))
+        rewards = rewards[keep]
         return cls(
             environment=environment,
-            dropped=len(episodes) - len(rewards),
+            dropped=len(keep) - len(rewards),
             rows=rows,
             trained=trained,
             order=order,
             episodes=Episodes.checked(
                 rewards,
-                groups[keep],
+                parts.groups[keep],
                 counts,
                 None if penalties is None else penalties[order],
                 turns,
@@ -225,12 +231,12 @@ class _Part:
         return dict(zip(self.rows.tolist(), zip(self.trained, of_row, strict=True), strict=True))
 
 
-def _turns(batch: Batch, rows: np.ndarray, played: PlayedTurns) -> Turns:
-    """The turns of these rows in time, which are compared in their groups."""
+def _turns(batch: Batch, rows: np.ndarray, played: PlayedTurns, groups: np.ndarray) -> Turns:
+    """The turns of these rows in time, which are compared in their groups, one for each row."""
     order = played.order
     totals = [batch.row("turn_totals", row).astype(np.float64) for row in rows.tolist()]
     counts = [len(each) for each in totals]
-    groups = np.repeat(batch.scalars("group_id")[rows], counts)[order]
+    groups = np.repeat(groups, counts)[order]
     return Turns.checked(
         np.concatenate([np.empty(0), *totals])[order],
         played.episodes[order],

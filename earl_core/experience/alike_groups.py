@@ -4,7 +4,7 @@ and which rows leave the batch with them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from pydantic import BaseModel
@@ -41,6 +41,14 @@ class JudgedGroups(BaseModel):
                 same = len(np.unique(np.asarray(values, dtype=np.float32))) == 1
                 (judged.alike if same else judged.different).append(group)
         return judged
+
+    @classmethod
+    def of_roles(cls, roles: Iterable[JudgedGroups]) -> JudgedGroups:
+        """Return the groups of roles, which differ where one of their roles does."""
+        parts = list(roles)
+        different = {group for part in parts for group in part.different}
+        alike = {group for part in parts for group in part.alike} - different
+        return cls(different=sorted(different), alike=sorted(alike))
 
     @classmethod
     def together(cls, parts: Sequence[JudgedGroups]) -> JudgedGroups:

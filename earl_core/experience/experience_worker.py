@@ -25,6 +25,7 @@ from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.alike_groups import JudgedGroups, left_out_rows
 from earl_core.experience.group_returns import group_returns, group_rewards
 from earl_core.experience.reward import ScoreTally, reward_rows
+from earl_core.experience.roles import RoleMoments, role_returns
 from earl_core.experience.scoring import Scorer, scored_episodes
 from earl_core.run.replay import new_rows, replayed_groups
 from earl_core.run.worker import RunWorker
@@ -40,7 +41,12 @@ class ExperienceWorker(RunWorker):
         super().__init__(*arguments, **named)
         self._shards = self._reads()
         self._scorer = Scorer(
-            self._config, self._context.log_path, self._run_directory, self._context.here
+            self._config,
+            self._context.log_path,
+            self._run_directory,
+            self._context.here,
+            self._context.rank,
+            self._context.report,
         )
 
     async def reward(
@@ -51,6 +57,7 @@ class ExperienceWorker(RunWorker):
         scored: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
+        `roles`, dumped `RoleMoments`;
         for a curriculum `returns`, a dumped `GroupReturns` of each environment; `groups`, dumped
         `JudgedGroups`, where groups that score alike leave the batch.
 
@@ -82,15 +89,18 @@ class ExperienceWorker(RunWorker):
             old = replayed_groups(rollout)
             rows, metrics, episodes = reward_rows(batch, settings, given, own, old)
             learnt = group_returns(batch, rows) if self._config.curriculum else {}
+            of_roles = RoleMoments.of(role_returns(batch, rows, old))
             groups: dict[str, Any] = {}
             if self._config.rollout.filters_groups:
-                groups = JudgedGroups.of(group_rewards(batch, rows)).model_dump()
+                every = role_returns(batch, rows).values() or [group_rewards(batch, rows)]
+                groups = JudgedGroups.of_roles(map(JudgedGroups.of, every)).model_dump()
         written = len(list(rows.numbers["sample_id"]))
         entries = [self._publish(shards_of, REWARD_SCHEMA, rows)] if written else []
         result = self._result(entries, metrics, episodes, started)
         returns = {label: each.model_dump(mode="json") for label, each in learnt.items()}
         dumped = tally.model_dump(mode="json")
-        return {**result, "scores": dumped, "returns": returns, "groups": groups}
+        scores_and_roles = {"scores": dumped, "roles": of_roles.model_dump(mode="json")}
+        return {**result, **scores_and_roles, "returns": returns, "groups": groups}
 
     def _known_scores(
         self, rollout: Manifest, scored: Sequence[dict[str, Any]]

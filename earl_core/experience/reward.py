@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from earl_core.config.reward import RewardConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.played_turns import PlayedTurns
+from earl_core.experience.roles import Parts, RoleMoments, own_rows, shared_of
 from earl_core.run.worker import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
@@ -53,27 +55,32 @@ def reward_rows(
     An episode's reward is the sum of its turns' rewards over all its samples by the environment's
     weight, and of its scores by those of the functions, float64 before it is stored as float32;
     each of the episode's samples carries it, and the scores count at the turn that was last in
-    time. The batch holds all samples of its episodes, at least one. scored: the episodes that have
-    a reward; None: all, without scores. own_weight: the environment's weight by its label; None:
-    they all have that of the settings. again: groups that were trained before, which have rows, and
-    which the metrics are not over.
+    time; where conversations have roles, at the last turn of each, and so does what they share.
+    Rewards of an opponent that is trained, too, are in its turns alone. The
+    batch holds all samples of its episodes, at least one. scored: the episodes that have a reward;
+    None: all, without scores. own_weight: the environment's weight by its label; None: they all
+    have that of the settings. again: groups that were trained before, which have rows, and which
+    the metrics are not over.
     """
     episodes, first, inverse = np.unique(
         batch.scalars("episode_id"), return_index=True, return_inverse=True
     )
-    parts = [rewards.astype(np.float64) for rewards in batch.list_rows("turn_rewards")]
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    weight: float | np.ndarray = settings.environment_weight
+    paid = [rewards.astype(np.float64) for rewards in batch.list_rows("turn_rewards")]
+    lengths = np.array([len(each) for each in paid], dtype=np.int64)
+    weights = np.full(len(batch), settings.environment_weight)
     if own_weight is not None:
-        of_row = [own_weight(label) for label in batch.strings("environment")]
-        weight = np.repeat(np.array(of_row, dtype=np.float64), lengths)
-    turns = weight * np.concatenate([np.empty(0), *parts])
-    own = np.bincount(np.repeat(inverse, lengths), weights=turns, minlength=len(episodes))
+        weights = np.array([own_weight(label) for label in batch.strings("environment")])
+    turns = np.repeat(weights, lengths) * np.concatenate([np.empty(0), *paid])
+    of_own = own_rows(batch)
+    counted_turns = turns * np.repeat(of_own, lengths)
+    own = np.bincount(np.repeat(inverse, lengths), counted_turns, minlength=len(episodes))
     given = [{} if scored is None else scored.get(number) for number in episodes.tolist()]
     added = np.array([settings.added(each or {}) for each in given], dtype=np.float64)
-    if scored is not None:
-        present, last = PlayedTurns.of(batch, np.arange(len(inverse)), inverse).last
-        turns[last] += added[present]
+    added += (weights * shared_of(batch))[first]
+    parts = Parts.of(batch, np.arange(len(batch)))
+    if scored is not None or parts.named:
+        present, last = PlayedTurns.of(batch, np.arange(len(batch)), parts.of_row).last
+        turns[last] += (added[inverse] * of_own)[parts.first][present]
     turns_of = np.split(turns, np.cumsum(lengths)[:-1])
     totals, kept = own + added, np.array([each is not None for each in given])
     rows = np.flatnonzero(kept[inverse])
@@ -153,6 +160,8 @@ def merge_rewards(
     """Merge the results of the ranks. before: results for the iteration's earlier waves. Raises
     `EarlError` when, with these, too many episodes have no reward."""
     merged = merge_results(results, REWARD_RULES)
+    roles = [RoleMoments.model_validate(result.get("roles", {})) for result in results]
+    merged["metrics"] |= reduce(RoleMoments.merge, roles, RoleMoments()).metrics
     if config.curriculum:
         merged["outputs"] = {"returns": _merged_returns(results)}
     if not config.reward.functions:

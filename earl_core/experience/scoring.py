@@ -10,7 +10,7 @@ A function gets an episode as a dict of plain data:
     episode_id, group_id, prompt_id
     turns          how many answers
     turn_rewards   the environment's reward of each
-    reward         their sum
+    reward         their sum, and what an agent's roles share
     outcome, finish_reason
     scoring        what the environment gave for scoring (`info["scoring"]`), else None
 """
@@ -24,14 +24,20 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from earl_core.config import RunConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.experience.reward import ScoreTally
+from earl_core.experience.roles import own_rows, shared_of
+from earl_core.experience.waiting import KeptScores, Waiting
+from earl_core.system.errors import EarlError
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, transcript, utf8
 
@@ -70,13 +76,15 @@ def scored_episodes(batch: Batch) -> list[dict[str, Any]]:
         name: batch.strings(name)
         for name in ("environment", "finish_reason", "outcome", "scoring", "texts")
     }
-    for row in range(len(batch)):
+    shared, own = shared_of(batch).tolist(), own_rows(batch)
+    for row in np.flatnonzero(own).tolist():
         identity = {name: values[row] for name, values in numbers.items()}
         episode = episodes.setdefault(
             identity["episode_id"],
             {
                 **identity,
                 **{name: values[row] for name, values in texts.items() if name != "texts"},
+                "shared": shared[row],
                 "turn_rewards": [],
                 "said": [],
             },
@@ -98,14 +106,15 @@ def _as_scored(episode: Episode) -> dict[str, Any]:
             "finish_reason": episode.finish_reason,
             "outcome": utf8(str(info.get("outcome", ""))),
             "scoring": json.dumps(info["scoring"]) if "scoring" in info else "",
-            "turn_rewards": [each for sample in episode.samples for each in sample.turn_rewards],
-            "said": [text for sample in episode.samples for text in sample.texts],
+            "shared": episode.shared_reward,
+            "turn_rewards": [each for sample in episode.own for each in sample.turn_rewards],
+            "said": [text for sample in episode.own for text in sample.texts],
         }
     )
 
 
 def _readable(episode: dict[str, Any]) -> dict[str, Any]:
-    rewards, scoring = episode["turn_rewards"], episode["scoring"]
+    rewards, scoring, shared = episode["turn_rewards"], episode["scoring"], episode.pop("shared")
     read = transcript(episode.pop("said"), rewards)
     messages: list[dict[str, str]] = []
     for turn in read["turns"]:
@@ -116,7 +125,7 @@ def _readable(episode: dict[str, Any]) -> dict[str, Any]:
         "messages": messages,
         "closing": read["closing"],
         "turns": len(rewards),
-        "reward": float(sum(rewards)),
+        "reward": float(sum(rewards) + shared),
         "scoring": json.loads(scoring) if scoring else None,
     }
 
@@ -125,13 +134,21 @@ class Scorer:
     """Runs a run's reward functions in processes of their own, from its first use until `close`.
 
     log: the rank's; beside it lies that of the functions. run_directory: gets the versions of a
-    foreign Python's packages. here: as for `EnvironmentPool`.
+    foreign Python's packages. here: as for `EnvironmentPool`. rank, report: of the rank; the latter
+    hears of scores that are waited for.
     """
 
     def __init__(
-        self, config: RunConfig, log: Path, run_directory: Path, here: bool = False
+        self,
+        config: RunConfig,
+        log: Path,
+        run_directory: Path,
+        here: bool = False,
+        rank: int = 0,
+        report: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self._config, self._here = config, here
+        self._run_directory, self._rank, self._report = run_directory, rank, report
         self._log = log.with_name(f"{log.stem}-rewards.log")
         self._record = run_directory / "reward_functions.json"
         self._pool: EnvironmentPool | None = None
@@ -149,42 +166,116 @@ class Scorer:
         of_episodes: how many the iteration has, in all ranks. titles: the functions that are asked;
         none: those of each episode's environment. without: episodes that are not among
         `of_episodes`, whose failures do not count. Raises `EarlError` as soon as more of the others
-        have failed than may, `ConfigError` when the functions cannot be run.
+        have failed than may, `ConfigError` when the functions cannot be run. Scores that come later
+        are waited for.
         """
+        functions = self._config.reward.functions
+        later = {at for at, each in enumerate(functions) if each.comes_later}
+        return await self._scored(episodes, of_episodes, titles, without, later)
+
+    async def _scored(
+        self,
+        episodes: Sequence[Mapping[str, Any]],
+        of_episodes: int,
+        titles: Collection[str],
+        without: Collection[int],
+        later: Collection[int],
+    ) -> Scores:
+        """As `score`. later: places of the functions that are waited for."""
         if self._pool is None:
             await self._start()
         found, slots = Scores(), asyncio.Semaphore(self._config.reward.concurrency)
+        places = self._places(titles)
+        waiting = self._waiting(later, slots) if episodes else {}
 
         def check() -> None:
             ScoreTally.of([], found.failed(without)).check(of_episodes, self._config)
 
         try:
             async with asyncio.TaskGroup() as group:
+                for place, each in waiting.items():
+                    whose = [one for one in episodes if place in places(one["environment"])]
+                    group.create_task(self._wait(each, whose))
                 for episode in episodes:
-                    asked = [
-                        place
-                        for place, each in enumerate(self._config.reward.functions)
-                        if (each.title in titles if titles else each.scores(episode["environment"]))
-                    ]
+                    asked = [at for at in places(episode["environment"]) if not self._later(at)]
                     group.create_task(self._episode(episode, asked, found, slots, check))
         except BaseExceptionGroup as errors:
             # The others were cancelled for it.
             raise errors.exceptions[0] from None
+        self._join(found, waiting, check)
         return found
+
+    def _later(self, place: int) -> bool:
+        return self._config.reward.functions[place].comes_later
+
+    def _places(self, titles: Collection[str]) -> Callable[[str], list[int]]:
+        """Places of the functions that score an environment's episodes. titles: as of `score`."""
+
+        def of(environment: str) -> list[int]:
+            return [
+                place
+                for place, each in enumerate(self._config.reward.functions)
+                if (each.title in titles if titles else each.scores(environment))
+            ]
+
+        return of
+
+    def _waiting(self, later: Collection[int], slots: asyncio.Semaphore) -> dict[int, Waiting]:
+        if not later:
+            return {}
+        kept = KeptScores(self._run_directory, self._rank)
+        functions = self._config.reward.functions
+        return {
+            place: Waiting(functions[place], kept, partial(self._one, place, slots=slots))
+            for place in sorted(later)
+        }
+
+    async def _wait(self, waiting: Waiting, episodes: Sequence[Mapping[str, Any]]) -> None:
+        of = len(episodes)
+        await waiting.wait(
+            episodes, lambda done: self._report({"episodes_done": done, "episodes": of})
+        )
+
+    def _join(
+        self, found: Scores, waiting: Mapping[int, Waiting], check: Callable[[], None]
+    ) -> None:
+        """Put the scores that have come beside those of the others. Raises `EarlError` with all
+        episodes that lack one, where too many do."""
+        functions = self._config.reward.functions
+        for place, each in waiting.items():
+            title = functions[place].title
+            for number, why in each.failures.items():
+                found.failures.setdefault(number, f"{title}: {why}")
+            try:
+                check()
+            except EarlError as error:
+                if each.failures:
+                    raise each.too_many(error) from error
+                raise
+            for number, score in each.found.items():
+                found.given.setdefault(number, {})[title] = score
+        for number in found.failures:
+            found.given.pop(number, None)
+            found.metrics.pop(number, None)
+        order = [each.title for each in functions]
+        for number, given in found.given.items():
+            found.given[number] = dict(sorted(given.items(), key=lambda one: order.index(one[0])))
 
     async def rate(
         self, episodes: Sequence[Episode], of_episodes: int, titles: Collection[str] = ()
     ) -> None:
         """Have the rewards of these episodes' turns be what the reward stage would make of them. An
-        episode that cannot be scored has failed. titles: as of `score`, which raises."""
+        episode that cannot be scored has failed. Scores that come later are left out: engines wait
+        for none. titles: as of `score`, which raises."""
         played = [episode for episode in episodes if not episode.failed]
-        scores = await self.score(list(map(_as_scored, played)), of_episodes, titles)
+        scores = await self._scored(list(map(_as_scored, played)), of_episodes, titles, (), ())
         settings = self._config.reward
         for episode in played:
             if episode.episode_id in scores.failures:
                 episode.finish_reason = "environment_error"
                 episode.info["failure"] = scores.failures[episode.episode_id]
                 continue
+            episode.shared_reward *= settings.environment_weight
             for sample in episode.samples:
                 sample.turn_rewards = [
                     settings.environment_weight * reward for reward in sample.turn_rewards

@@ -16,7 +16,7 @@ from earl_core.pretrained.vocabulary import vocabulary_problem
 from earl_core.run.episodes import NAME, EpisodesDamaged, read_samples
 from earl_core.run.record import stored_config
 from earl_core.system.errors import ConfigError, EarlError
-from earl_core.trajectory.samples import UNNUMBERED, Episode, Sample
+from earl_core.trajectory.samples import OPPONENT_ROLE, UNNUMBERED, Episode, Sample
 
 _CHOSEN_BY = ("group_id", "reward")
 
@@ -64,7 +64,7 @@ class KeptEpisodes:
         kept = self._episodes[index]
         table = _samples(kept.path)
         rows = table.filter(pc.equal(table["episode_id"], kept.episode)).to_pylist()
-        samples = [_sample(row) for row in rows]
+        samples = [_sample(row) for row in rows if row.get("role") != OPPONENT_ROLE]
         if max(token for sample in samples for token in sample.tokens) >= self._vocabulary:
             raise ConfigError(
                 f"{self.place(index)} has tokens beyond the {self._vocabulary} of the model",
@@ -72,7 +72,14 @@ class KeptEpisodes:
             )
         info = {"outcome": rows[0]["outcome"]} if rows[0]["outcome"] else {}
         return Episode(
-            index, index, index, samples, rows[0]["finish_reason"], info, rows[0]["environment"]
+            index,
+            index,
+            index,
+            samples,
+            rows[0]["finish_reason"],
+            info,
+            rows[0]["environment"],
+            shared_reward=rows[0].get("shared_reward") or 0.0,
         )
 
 
@@ -140,4 +147,5 @@ def _sample(row: dict[str, Any]) -> Sample:
         turn_numbers=row.get("turn_numbers") or [UNNUMBERED] * turns,
         turn_anchors=row.get("turn_anchors") or [0] * turns,
         texts=row["texts"],
+        role=row.get("role") or "",
     )

@@ -72,7 +72,7 @@ class EnvironmentPools:
             if environment.agent:
                 player = play_agents
             elif pool.wants_policy:
-                player = play_against_policy
+                player = partial(play_against_policy, both=environment.train == "all")
             timed = replace(
                 settings,
                 call_seconds=environment.call_timeout_seconds,
@@ -100,7 +100,7 @@ class EnvironmentPools:
 
     def can_replay(self, environment: EnvironmentConfig) -> bool:
         """Tell whether episodes that were played here can be played again from their answers."""
-        pool = self._pools.get(environment.model_dump_json())
+        pool = self._pools.get(_key(environment))
         asks = environment.agent is not None or (pool is not None and pool.wants_policy)
         said = environment.deterministic and (pool is None or pool.deterministic)
         return said and not asks
@@ -116,7 +116,7 @@ class EnvironmentPools:
     ) -> EnvironmentPool:
         """parked: calls that ask the policy may stand for long, and would keep threads, or the
         turn, from what is played meanwhile: they have a pool of their own."""
-        key = environment.model_dump_json()
+        key = _key(environment)
         if not (parked and environment.agent):
             pool = await self._of(key, environment, concurrency)
             if not (parked and pool.wants_policy):
@@ -153,6 +153,11 @@ class EnvironmentPools:
             }
             write_atomic(self._record, json.dumps(self._versions, indent=1).encode())
         return pool
+
+
+def _key(environment: EnvironmentConfig) -> str:
+    """What tells pools apart; whoever is trained is the same to an environment."""
+    return environment.model_dump_json(exclude={"train"})
 
 
 async def _all(*plays: Coroutine[Any, Any, list[Episode]]) -> list[list[Episode]]:

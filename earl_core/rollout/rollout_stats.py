@@ -136,7 +136,7 @@ def _outcomes(episodes: Sequence[Episode]) -> dict[str, int]:
 def _contexts_by_turn(episode: Episode) -> list[Pair]:
     """Tokens that stand in the sample after each turn's answer."""
     ends: list[int] = []
-    for sample in episode.samples:
+    for sample in episode.own:
         ends += [*sample.turn_starts[1:], len(sample.tokens)] if sample.turn_starts else []
     return [[float(end), 1.0] for end in ends]
 
@@ -305,8 +305,8 @@ def check_failures(tally: RolloutStats, max_failed_share: float) -> None:
 
 def example(episode: Episode) -> dict[str, Any]:
     """An episode as a readable transcript, JSON."""
-    texts = [text for sample in episode.samples for text in sample.texts]
-    rewards = [reward for sample in episode.samples for reward in sample.turn_rewards]
+    texts = [text for sample in episode.own for text in sample.texts]
+    rewards = [reward for sample in episode.own for reward in sample.turn_rewards]
     return {
         "episode_id": episode.episode_id,
         "prompt_id": episode.prompt_id,

@@ -29,7 +29,7 @@ from earl_core.run.remote_stores import HostStores
 from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 from earl_core.system.files import open_file, writing_atomic
-from earl_core.trajectory.samples import transcript, utf8
+from earl_core.trajectory.samples import OPPONENT_ROLE, transcript, utf8
 from earl_core.trajectory.schema import GROUP_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_BITS
 
 NAME = "episodes.parquet"
@@ -45,6 +45,8 @@ SCHEMA = pa.schema([field for field in _COLUMNS if field.name in (*ROLLOUT_SCHEM
 _SOURCE = b"earl.source"
 _SHOWN = ["episode_id", "prompt_id", "environment", "finish_reason", "outcome", "reward"]
 _PER_SAMPLE = ["texts", "turn_rewards", "turn_starts", "loss_mask", "rollout_logprobs"]
+_ADDED = ["role"]
+"""Files of an older release lack it."""
 _BATCH = 64
 """Rows that are read at once: who wants a few episodes reads no more of them."""
 
@@ -123,7 +125,12 @@ def read_samples(
         with open_file(path) as stream:
             file = pq.ParquetFile(stream, page_checksum_verification=True)
             asked = file.schema_arrow.names if columns is None else columns
-            names = list(dict.fromkeys(["episode_id", *asked]))
+            there = file.schema_arrow.names
+            names = [
+                name
+                for name in dict.fromkeys(["episode_id", *asked])
+                if name in there or name not in _ADDED
+            ]
             for batch in file.iter_batches(_BATCH, columns=names):
                 batches.append(batch)
                 ids = np.union1d(ids, batch["episode_id"].to_numpy())
@@ -147,10 +154,12 @@ def read_episodes(path: Path, most: int | None = None) -> list[dict[str, Any]]:
     """
     episodes: dict[int, dict[str, Any]] = {}
     try:
-        samples = read_samples(path, most, [*_SHOWN, *_PER_SAMPLE])
+        samples = read_samples(path, most, [*_SHOWN, *_PER_SAMPLE, *_ADDED])
     except FileNotFoundError:
         return []
     for row in samples.to_pylist():
+        if row.get("role") == OPPONENT_ROLE:
+            continue
         episodes.setdefault(row["episode_id"], {**row, "samples": []})["samples"].append(row)
     return _readable(episodes)
 

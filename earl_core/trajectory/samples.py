@@ -25,6 +25,10 @@ FAILED_REASONS = frozenset(
 
 _KEPT = ("outcome", "outcomes", "metrics", "scoring")
 
+OPPONENT_ROLE = "opponent"
+"""Of samples of an environment's opponent, where both sides are trained: what it did and was paid
+is no part of the episode's turns and reward."""
+
 UNNUMBERED = -1
 """The number of a turn whose place in time is that among the episode's samples."""
 
@@ -53,6 +57,8 @@ class Sample:
     texts: list[str] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
     forms: list[Form | None] = field(default_factory=list)
+    role: str = ""
+    """Of its conversation, where an agent names them."""
 
     def begin_turn(
         self, observation: Sequence[int], text: str = "", anchor: int | None = None
@@ -124,6 +130,8 @@ class Episode:
     environment: str = ""
     opponent_versions: list[int] = field(default_factory=list)
     """Policy versions that have answered as its opponent, ascending."""
+    shared_reward: float = 0.0
+    """The part of its reward that counts for each of its roles, where it has some."""
 
     def take(self, info: Mapping[str, object]) -> None:
         """Keep of a step's info what concerns the whole episode; what comes later counts."""
@@ -135,19 +143,24 @@ class Episode:
         return self.finish_reason in FAILED_REASONS
 
     @property
+    def own(self) -> list[Sample]:
+        """List the samples that are not its opponent's."""
+        return [sample for sample in self.samples if sample.role != OPPONENT_ROLE]
+
+    @property
     def turns(self) -> int:
-        """Answers given, over all samples."""
-        return sum(len(sample.turn_starts) for sample in self.samples)
+        """Answers given, over all samples of its own."""
+        return sum(len(sample.turn_starts) for sample in self.own)
 
     @property
     def total_reward(self) -> float:
-        """Sum of the turns' rewards."""
-        return float(sum(sum(sample.turn_rewards) for sample in self.samples))
+        """Sum of the turns' rewards, and what the roles share."""
+        return float(sum(sum(sample.turn_rewards) for sample in self.own) + self.shared_reward)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest sample."""
-        return max((len(sample.tokens) for sample in self.samples), default=0)
+        """Tokens of the longest sample of its own."""
+        return max((len(sample.tokens) for sample in self.own), default=0)
 
 
 def transcript(texts: Sequence[str], turn_rewards: Sequence[float]) -> dict[str, Any]:
@@ -185,16 +198,18 @@ def rollout_rows(episodes: Iterable[Episode], schema: pa.Schema = ROLLOUT_SCHEMA
     rows = [
         (episode, at, sample) for episode in ordered for at, sample in enumerate(episode.samples)
     ]
-    scalars = {
+    scalars: dict[str, list[float]] = {
         "sample_id": [episode.episode_id << SAMPLE_BITS | at for episode, at, _ in rows],
         "episode_id": [episode.episode_id for episode, _, _ in rows],
         "group_id": [episode.group_id for episode, _, _ in rows],
         "prompt_id": [episode.prompt_id for episode, _, _ in rows],
         "turns": [len(sample.turn_starts) for _, _, sample in rows],
+        "shared_reward": [episode.shared_reward for episode, _, _ in rows],
     }
     strings = {
         "finish_reason": [episode.finish_reason for episode, _, _ in rows],
         "environment": [episode.environment for episode, _, _ in rows],
+        "role": [sample.role for _, _, sample in rows],
         "outcome": [utf8(str(episode.info.get("outcome", ""))) for episode, _, _ in rows],
         "scoring": [
             json.dumps(episode.info["scoring"]) if "scoring" in episode.info else ""

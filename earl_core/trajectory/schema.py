@@ -23,7 +23,9 @@ first and last sampled token; `turn_rewards` float32; `turn_numbers` int32, how 
 episode were given before this one, in whatever sample; `turn_anchors` int64, equal where the same
 messages were answered. Scalars: `sample_id`, `episode_id`,
 `group_id`, `prompt_id` int64; `turns` int32; `environment` string, its label where the run has
-several, else empty; `finish_reason` string; `outcome` string, as the
+several, else empty; `role` string, of the conversation where an agent names its, else empty;
+`shared_reward` float32, the part of the episode's reward that counts for each of its roles, 0 where
+there are none; `finish_reason` string; `outcome` string, as the
 environment called it, or empty; `scoring` string, JSON that the environment gives to reward
 functions, or empty; `texts` string, a JSON list: each turn's observation and answer,
 and in an episode's last sample what the environment said at its end; `forms` string, the grammars
@@ -68,6 +70,8 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("prompt_id", pa.int64()),
         _field("turns", pa.int32()),
         _field("environment", pa.large_string()),
+        _field("role", pa.large_string()),
+        _field("shared_reward", pa.float32()),
         _field("finish_reason", pa.large_string()),
         _field("outcome", pa.large_string()),
         _field("scoring", pa.large_string()),
@@ -108,7 +112,8 @@ REWARD_SCHEMA = pa.schema(
 )
 """The episode's reward, repeated on each of its samples; what each reward function gave, a JSON
 object by label; and the parts of the reward turn by turn: the environment's, and in the episode's
-last turn what the functions add. Episodes that could not be scored have no rows."""
+last turn, or the last of each of its roles, what the functions add and what the roles share.
+Episodes that could not be scored have no rows."""
 
 ADVANTAGE_SCHEMA = pa.schema(
     [_field("sample_id", pa.int64()), per_token("advantages", pa.float32())]

@@ -200,6 +200,8 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
     ("rollout/environment/*", "environment/*", "", "What the environment measured"),
     ("rollout/of/*", "environments/*", "", "One environment of several"),
     ("reward/of/*", "reward/*", "", "One reward function"),
+    ("reward/of_role/*", "reward/of_role/*", "",
+     "Returns of one role's parts of episodes, with what all roles share"),
     # The machine, from system.jsonl.
     ("system/cpu", "system/cpu", "%", "Load of all cores of the machine"),
     ("system/memory", "system/memory", "bytes", "In use, within the limit of the control group"),

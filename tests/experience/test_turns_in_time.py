@@ -51,8 +51,9 @@ def of_episodes(
     scores: dict[int, dict[str, float]] | None = None,
     without: Sequence[str] = (),
 ) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Advantages of the trained tokens of each sample, through shards; and the metrics. The
-    reference's log-prob of a token is -0.125 times its id. without: columns of the rollout."""
+    """Advantages of the trained tokens of each sample that is kept, through shards; and the
+    metrics. The reference's log-prob of a token is -0.125 times its id. without: columns of the
+    rollout."""
     store = ShardStore(directory, 2**30)
     schema, rows = ROLLOUT_SCHEMA, rollout_rows(episodes)
     if without:
@@ -60,7 +61,7 @@ def of_episodes(
         rows = Rows(
             {name: rows.numbers[name] for name in rows.numbers if name not in without},
             {name: rows.lengths[name] for name in rows.lengths if name not in without},
-            rows.strings,
+            {name: rows.strings[name] for name in rows.strings if name not in without},
         )
     rollout = sealed(store, "rollout", schema, rows)
     functions = [{"function": "builtins:len", "label": "score"}] if scores else []
@@ -79,7 +80,8 @@ def of_episodes(
     with Batch(store, manifests) as batch:
         columns, metrics = advantages(batch, algorithm)
     values = [np.array(row, np.float32) for row in columns["advantages"]]
-    return [row[mask] for row, mask in zip(values, masks, strict=True)], metrics
+    kept = [masks[row] for row in np.searchsorted(ids, columns["sample_id"])]
+    return [row[mask] for row, mask in zip(values, kept, strict=True)], metrics
 
 
 def planned(number: int, reward: float) -> Episode:
@@ -243,7 +245,7 @@ def test_shards_of_an_older_version_are_read_as_it_did(tmp_path: Path) -> None:
     episodes = [divided(4, 1, number, chance)[0] for number in range(8)]
     for spec in ("turn_returns", "gigpo", "reinforce_plus_plus"):
         new, _ = of_episodes(tmp_path / "new", episodes, spec, KL)
-        added = ("turn_numbers", "turn_anchors")
+        added = ("turn_numbers", "turn_anchors", "role", "shared_reward")
         old, _ = of_episodes(tmp_path / "old", episodes, spec, KL, without=added)
         if spec != "gigpo":
             np.testing.assert_array_equal(np.concatenate(old), np.concatenate(new))

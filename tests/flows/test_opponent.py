@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.flows.runs import KILLED, LEARNING, Runs
@@ -22,10 +23,12 @@ EVALUATED = (
 def test_one_side_learns_against_itself_and_resumes_bit_for_bit(runs: Runs) -> None:
     runs.train(*OPPOSED, fault="rollout.seal@1=kill", expect=KILLED)
     whole = {"overrides": [*OPPOSED, "name=whole"]}
-    assert runs.train_here({"overrides": [*OPPOSED, *EVALUATED]}, whole) == [None, None]
+    both = {"overrides": [*OPPOSED, "name=both", "iterations=1", "environment.train=all"]}
+    assert runs.train_here({"overrides": [*OPPOSED, *EVALUATED]}, whole, both) == [None] * 3
     runs.assert_learnt()
     for iteration in range(2):
         assert runs.weights(iteration) == runs.weights(iteration, "whole")
+    assert_both_sides(runs)
     for line in runs.metrics():
         assert line["rollout/opponent_calls"] > 0
         assert line["rollout/environment/opponent_illegal_answers"] >= 0
@@ -35,3 +38,17 @@ def test_one_side_learns_against_itself_and_resumes_bit_for_bit(runs: Runs) -> N
         assert trained == pytest.approx(turns * line["rollout/tokens_per_turn"])
     evaluation = json.loads((runs.run() / "iterations/000002/evaluation.json").read_text())
     assert evaluation["outputs"]["suites"]["self"]["episodes"] == 4
+
+
+def assert_both_sides(runs: Runs) -> None:
+    """The same games; the opponent's conversations are trained beside them, by what it was paid."""
+    alone, (both,) = runs.metrics("whole")[0], runs.metrics("both")
+    for name in ("reward/mean", "rollout/turns/mean", "rollout/opponent_tokens"):
+        assert both[name] == alone[name]
+    own, opponents = both["reward/of_role/unnamed/mean"], both["reward/of_role/opponent/mean"]
+    assert own == pytest.approx(both["reward/mean"])
+    assert own != pytest.approx(opponents)
+    rows = pq.read_table(runs.run("both") / "iterations/000000/episodes.parquet").to_pylist()
+    paid = [sum(row["turn_rewards"]) for row in rows if row["role"] == "opponent"]
+    assert opponents == pytest.approx(sum(paid) / len(paid))
+    assert runs.weights(0, "both") != runs.weights(0, "whole")

@@ -121,3 +121,58 @@ async def unreliable(task: dict[str, Any], base_url: str, api_key: str) -> Any:
         except BadRequestError:
             return 0.5
     return {"reward": 1.0, "outcome": "win", "metrics": {"index": task["index"]}}
+
+
+SEEN: list[str] = []
+"""Ids of the first answers of all episodes of the process."""
+
+
+async def credited(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Two conversations of a turn each, between which the opponent is asked; what it returns
+    follows from the task."""
+    api = client(base_url, api_key)
+
+    async def answer(text: str, model: str = "policy", **options: Any) -> str:
+        said: list[Any] = [{"role": "user", "content": text}]
+        reply = await api.chat.completions.create(model=model, messages=said, **options)
+        return reply.id
+
+    first = await answer("first")
+    SEEN.append(first)
+    while len(SEEN) < 2:
+        await asyncio.sleep(0.01)
+    opponent, second = await answer("first", "opponent"), await answer("second")
+    other = next(each for each in SEEN if each != first)
+    says = task["says"][task["index"]]
+    several = await answer("several", n=2) if says == "several" else ""
+    rewards: dict[str, Any] = {
+        "one": {first: 0.25},
+        "several": {several: 1.0},
+        "opponent": {opponent: 1.0},
+        "foreign": {other: 1.0},
+        "twice": {first: 1.0, first.removeprefix("chatcmpl-"): 1.0},
+        "nan": {first: float("nan")},
+        "bool": {first: True},
+        "string": {first: "1"},
+        "list": [first],
+        "none": {},
+    }
+    if says == "both":
+        return {"reward": 2.0, "rewards": {first: 0.25, second: -1.0}, "outcome": "both"}
+    return {"rewards": rewards[says]}
+
+
+async def pair(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """A planner and a solver, who share a reward and are paid for their answers besides."""
+
+    async def answer(role: str, text: str) -> tuple[str, str]:
+        api = client(base_url, api_key).with_options(default_headers={"X-EARL-Role": role})
+        said: list[Any] = [{"role": "user", "content": text}]
+        reply = await api.chat.completions.create(model="policy", messages=said)
+        return reply.id, reply.choices[0].message.content or ""
+
+    planned, plan = await answer("planner", "free: 1 2 3")
+    solved, solution = await answer("solver", "free: 1 2")
+    sums = [sum(map(ord, text)) for text in (plan, solution)]
+    rewards = {planned: sums[0] % 5 / 8, solved: sums[1] % 3 / 2}
+    return {"reward": float(sums[1] % 2), "rewards": rewards}

@@ -37,6 +37,10 @@ def main() -> None:
         print("some words\n", 0.25, "\n", sep="")
     elif does in ("object", "reads nothing"):
         print(json.dumps({"reward": 0.5, "outcome": "good", "metrics": {"n": 1}}))
+    elif does == "rewards":
+        print(json.dumps({"rewards": {reply["id"]: 0.5}}))
+    elif does == "names it twice":
+        print(f'{{"rewards": {{"{reply["id"]}": 1, "{reply["id"]}": 2}}}}')
     elif does == "fails":
         print("the disk is full", file=sys.stderr)
         sys.exit(3)

@@ -7,15 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from earl_core.config import RunConfig
+from earl_core.config.environment import EnvironmentConfig, SuiteConfig
+from earl_core.environments.hosting.check import check_environments
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.gateway.opponents import play_against_policy
 from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode
+from tests.experience.test_turns_in_time import of_episodes
 from tests.rollout.asking import HELLO, STOP, Asking, answering, asked, limits, specs
 from tests.rollout.chat_models import CHATML, char_tokenizer, tiny_model
 from tests.rollout.scripted import SayingEngine
@@ -33,6 +39,7 @@ async def against_policy(
     count: int,
     *,
     hosts: int = 1,
+    both: bool = False,
     **settings: Any,
 ) -> tuple[list[Episode], LoadMeter]:
     pool = EnvironmentPool(name, options, hosts=hosts, step_timeout_seconds=20.0)
@@ -41,7 +48,7 @@ async def against_policy(
     meter = LoadMeter(count)
     try:
         found = await play_against_policy(
-            engine, pool, CHAT, specs(count), limits(**settings), meter=meter
+            engine, pool, CHAT, specs(count), limits(**settings), meter=meter, both=both
         )
     finally:
         await pool.stop()
@@ -167,6 +174,73 @@ def test_both_sides_play_the_same_game(lockstep: bool) -> None:
         (sample,) = episode.samples
         assert sample.trained_tokens == 2 * episode.turns
         assert episode.info["metrics"]["opponent_illegal_answers"] == 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_both_sides_are_trained_each_by_its_own_reward(tmp_path: Path, lockstep: bool) -> None:
+    """The opponent's conversation is a sample of the episode, which is otherwise what it was."""
+    alone, _ = asyncio.run(against_policy(Scripted(lockstep=lockstep), "tic_tac_toe", GAME, 8))
+    engine = Scripted(lockstep=lockstep)
+    episodes, _ = asyncio.run(against_policy(engine, "tic_tac_toe", GAME, 8, both=True))
+    check_columns(episodes)
+    flipped = {"win": -1.0, "loss": 1.0}
+    for one, other in zip(episodes, alone, strict=True):
+        mine, theirs = one.samples
+        assert mine == other.samples[0]
+        assert (one.total_reward, one.turns) == (other.total_reward, other.turns)
+        assert theirs.role == "opponent"
+        assert theirs.turn_rewards[-1] == flipped[str(one.info["outcome"])]
+        assert not any(theirs.turn_rewards[:-1])
+        assert theirs.trained_tokens == 2 * len(theirs.turn_starts)
+        assert not set(mine.turn_numbers) & set(theirs.turn_numbers)
+    # In each group of two both have won, or both have lost: another end for two of them.
+    episodes[0].samples[1].turn_rewards[-1] = 0.5
+    episodes[2].samples[0].turn_rewards[-1] = 0.25
+    found, _ = of_episodes(tmp_path, episodes, "dr_grpo")
+    sides = [[episode.samples[at].turn_rewards[-1] for episode in episodes] for at in (0, 1)]
+    for at, rewards in enumerate(sides):
+        groups = np.array(rewards).reshape(-1, 2)
+        expected = (groups - groups.mean(axis=1, keepdims=True)).reshape(-1)
+        assert np.abs(expected).max() > 0.3
+        for tokens, value in zip(found[at::2], expected, strict=True):
+            np.testing.assert_allclose(tokens, value, atol=1e-6)
+
+
+def test_what_the_opponent_is_paid_is_told_by_the_environment() -> None:
+    """Its illegal answers cost something; one that tells nothing fails its episodes."""
+    game = {**GAME, "retry_reward": -0.25}
+    engine = Scripted(lambda move: "x")
+    episodes, _ = asyncio.run(against_policy(engine, "tic_tac_toe", game, 4, both=True))
+    for episode in episodes:
+        illegal = float(episode.info["metrics"]["opponent_illegal_answers"])  # type: ignore[index]
+        outcome = {"win": -1.0, "loss": 1.0, "draw": 0.3}[str(episode.info["outcome"])]
+        assert sum(episode.samples[1].turn_rewards) == pytest.approx(outcome - 0.25 * illegal)
+    silent = {"dying": -1, "mark": ""}
+    engine = Scripted(lambda move: "yes", lockstep=False)
+    episodes, _ = asyncio.run(
+        against_policy(engine, f"{USER}:Chatting", silent, 2, both=True, max_failed_share=1.0)
+    )
+    for episode in episodes:
+        assert "no step told the opponent's reward" in str(episode.info["failure"])
+
+
+def test_both_sides_need_an_opponent_that_is_the_policy() -> None:
+    with pytest.raises(ValueError, match="an agent names the roles of its conversations"):
+        EnvironmentConfig.model_validate({"agent": "a:b", "train": "all"})
+    suite = {"name": "tic_tac_toe", "label": "s", "train": "all"}
+    with pytest.raises(ValueError, match="held-out episodes train nobody"):
+        SuiteConfig.model_validate(suite)
+    raw = {
+        "name": "run",
+        "iterations": 1,
+        "model": {"path": "nowhere"},
+        "environment": {"name": "tic_tac_toe", "train": "all"},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_turns": 5},
+    }
+    config = RunConfig.model_validate(raw)
+    assert [each.train for each in config.evaluated.values()] == ["policy"]
+    with pytest.raises(ConfigError, match="the environment does not ask the policy"):
+        asyncio.run(check_environments(config))
 
 
 def test_an_illegal_answer_of_the_opponent_is_replaced_and_told() -> None:

@@ -34,15 +34,21 @@ def play(count: int, seconds: float = 20.0, **options: Any) -> list[Episode]:
 
 def test_a_program_prints_its_reward_and_what_it_does_wrong_costs_its_own_episode() -> None:
     does = ["number", "object", "fails", "hangs", "leaves a child", "silent", "words"]
-    does += ["reads nothing"]
+    does += ["reads nothing", "rewards", "names it twice"]
     found = play(len(does), 6.0, command=COMMAND, task={"does": does})
     told = dict(zip(does, found, strict=True))
-    for name, reward in (("number", 0.25), ("object", 0.5), ("leaves a child", 1.0)):
+    for name, reward in (
+        ("number", 0.25),
+        ("object", 0.5),
+        ("leaves a child", 1.0),
+        ("rewards", 0.5),
+    ):
         assert (told[name].finish_reason, told[name].total_reward) == ("done", reward), told[name]
         assert told[name].samples[0].tokens
     assert told["object"].info == told["reads nothing"].info
     assert told["object"].info == {"outcome": "good", "metrics": {"n": 1}}
     failures = {name: str(each.info.get("failure")) for name, each in told.items()}
+    assert "stands twice in one object: name it once" in failures["names it twice"]
     assert "exit code 3: the disk is full" in failures["fails"]
     assert told["hangs"].finish_reason == "environment_timeout"
     for name, last in (("silent", "''"), ("words", "'1 or 2'")):

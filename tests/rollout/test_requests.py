@@ -10,7 +10,7 @@ import pytest
 
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.token_texts import TokenTexts
-from earl_core.rollout.gateway import constraints, session
+from earl_core.rollout.gateway import constraints, form_counts
 from earl_core.rollout.rollout_stats import RolloutStats, rollout_metrics
 from earl_core.system.errors import ConfigError, EarlError
 from tests.rollout import asking as asking_module
@@ -311,7 +311,7 @@ def test_a_form_that_takes_too_long_to_compare_is_compared_once(
 
     monkeypatch.setattr(constraints, "_CHECK", Slow())
     monkeypatch.setattr(constraints, "_slow", set())
-    monkeypatch.setattr(session, "_COUNTING_SECONDS", 0.5)
+    monkeypatch.setattr(form_counts, "_COUNTING_SECONDS", 0.5)
 
     async def scenario(asking: Asking) -> None:
         for pattern in ("(a+)+b", "(a+)+b", "(a+)+c", "(a+)+d"):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from earl_core.environments.agent import POSTED, episode_result
+from earl_core.environments.agent import POSTED, KeyTwice, episode_result, unique
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.options import Options
 from earl_core.system.child import bound
@@ -43,8 +43,8 @@ class ProgramOptions(Options):
     url: address of a service instead, which is sent {"task", "base_url", "api_key"} and answers
         with the reward.
     reward: where it is. printed: the last line of standard output, or a service's answer, is a
-        number or an object with `reward`. exit_code: 1 where the program exits with 0, else 0.
-        posted: by `POST OPENAI_BASE_URL/reward` before the end.
+        number or an object with `reward` or `rewards`. exit_code: 1 where the program exits with
+        0, else 0. posted: by `POST OPENAI_BASE_URL/reward` before the end.
     task: put into every task.
     variables: further variables of the command.
     headers: sent with requests to the service.
@@ -197,7 +197,9 @@ def _reward(said: str) -> Any:
     """The number or object of the last line. Raises `EnvironmentFailed`."""
     last = said.strip().rpartition("\n")[2]
     try:
-        found = json.loads(last)
+        found = json.loads(last, object_pairs_hook=unique)
+    except KeyTwice as error:
+        raise _failure(f"its last line: {error}") from error
     except ValueError:
         found = None
     if isinstance(found, dict) or (isinstance(found, int | float) and not isinstance(found, bool)):

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal
 
-from earl_core.environments.base import Message, StepResult
+from earl_core.environments.base import OPPONENT_REWARD, Message, StepResult
 from earl_core.environments.games.opponents import (
     Opponent,
     OpponentName,
@@ -91,7 +91,7 @@ class BoardGame(ABC, Generic[StateT]):
     the seed fixes the opponent's other moves. The seed fixes no move where the policy is the
     opponent. `info` at the end: `outcome` (win, draw, loss, illegal), `side` (first, second),
     `metrics` (agent_moves, illegal_answers, and of the policy as opponent
-    opponent_illegal_answers).
+    opponent_illegal_answers), `opponent_reward` of the latter.
     """
 
     name: ClassVar[str]
@@ -253,7 +253,15 @@ class BoardGame(ABC, Generic[StateT]):
             "side": ("first", "second")[self._side],
             "metrics": metrics,
         }
+        if self.wants_policy:
+            info[OPPONENT_REWARD] = self._opponents(outcome)
         return StepResult([_user(text)], float(getattr(self.options.rewards, outcome)), True, info)
+
+    def _opponents(self, outcome: str) -> float:
+        """What the opponent is paid: the outcome as it sees it, less what illegal answers cost."""
+        rewards, rival = self.options.rewards, self._rival
+        seen = {"win": rewards.loss, "draw": rewards.draw}.get(outcome, rewards.win)
+        return float(seen + self.options.retry_reward * (rival.illegal if rival else 0))
 
 
 def _user(content: str) -> Message:

@@ -31,10 +31,17 @@ async def check_environments(config: RunConfig) -> list[str]:
     if config.reward.functions:
         pools.append(EnvironmentPool.of_rewards(config.reward, hosts=1, log_path=None))
     notes: dict[str, None] = {}
+    both = [pool for pool, each in zip(pools, environments, strict=False) if each.train == "all"]
     for pool in pools:
         await pool.start()
         notes |= dict.fromkeys(pool.notes)
         try:
+            if pool in both and not pool.wants_policy:
+                raise ConfigError(
+                    "environment.train is `all`, but the environment does not ask the policy",
+                    remedy="leave it out, or choose the policy as the opponent (of a board game: "
+                    "options.opponent `policy`)",
+                )
             if pool in prompts:
                 await _try_reward(pool)
         finally:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
-from decimal import Decimal
-from numbers import Real
 from typing import Any
 
-from earl_core.environments.base import LARGEST_NUMBER, StepResult
+from earl_core.environments.base import OPPONENT_REWARD, StepResult
+from earl_core.environments.real_numbers import checked_number
 from earl_core.system.frames import WireError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -27,7 +25,7 @@ def step_result(result: Any) -> dict[str, Any]:
     """Write the return value of `step` as JSON: the fields of `StepResult`. Raises WireError."""
     if not isinstance(result, StepResult):
         raise WireError(f"step() must return a StepResult, not {type(result).__name__}.")
-    reward = _checked_number("The reward", result.reward)
+    reward = checked_number("The reward", result.reward)
     info = _checked_info(result.info)
     messages = _checked_messages(result.messages)
     if not result.done and not messages:
@@ -97,6 +95,9 @@ def _checked_info(info: Any) -> dict[str, Any]:
     if isinstance(info.get("outcome"), str):
         _check_text('info["outcome"]', info["outcome"])
     _check_outcomes(info.get("outcomes", ()))
+    if OPPONENT_REWARD in info:
+        value = info[OPPONENT_REWARD]
+        info = {**info, OPPONENT_REWARD: checked_number('info["opponent_reward"]', value)}
     if "metrics" not in info:
         return info
     metrics = info["metrics"]
@@ -104,7 +105,7 @@ def _checked_info(info: Any) -> dict[str, Any]:
         raise WireError(f'info["metrics"] must be a dict of numbers by name, not {metrics!r:.200}.')
     for name in metrics:
         _check_text('A name in info["metrics"]', name)
-    numbers = {n: _checked_number(f'info["metrics"][{n!r}]', v) for n, v in metrics.items()}
+    numbers = {n: checked_number(f'info["metrics"][{n!r}]', v) for n, v in metrics.items()}
     return {**info, "metrics": numbers}
 
 
@@ -113,41 +114,6 @@ def _check_outcomes(outcomes: Any) -> None:
         raise WireError(f'info["outcomes"] must be a list of texts, not {outcomes!r:.200}.')
     for outcome in outcomes:
         _check_text('One of info["outcomes"]', outcome)
-
-
-def real_number(value: Any) -> float:
-    """A real number as a float; NaN for what is none, infinity for what is too large.
-
-    Python's and numpy's numbers and truth values count, those of the standard library's decimal and
-    fractions, and arrays and tensors of no dimension that hold one.
-    """
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        try:
-            value = value.item()
-        except (TypeError, ValueError, RuntimeError):
-            return math.nan
-    try:
-        return float(value) if isinstance(value, Real | Decimal) else math.nan
-    except (OverflowError, ValueError):
-        # A signalling NaN of Decimal is a ValueError.
-        return math.inf if isinstance(value, Real) else math.nan
-
-
-def _checked_number(what: str, value: Any) -> float:
-    number = real_number(value)
-    # Not so for NaN either.
-    if not abs(number) <= LARGEST_NUMBER:
-        raise WireError(
-            f"{what} must be a finite number between {-LARGEST_NUMBER:g} and {LARGEST_NUMBER:g}, "
-            f"not {_shown(value)}: scale it, or leave it out."
-        )
-    return number
-
-
-def _shown(value: Any) -> str:
-    # Text of a very long integer is refused by the interpreter.
-    large = isinstance(value, int) and abs(value) > LARGEST_NUMBER
-    return "a larger integer" if large else f"{value!r:.200}"
 
 
 def _check_text(what: str, text: str) -> None:

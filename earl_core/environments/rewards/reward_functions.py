@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
-from earl_core.environments.rewards.results import real_number
+from earl_core.environments.real_numbers import real_number
 from earl_core.secrets import redact, redact_error
 from earl_core.system.errors import ConfigError
 from earl_core.system.frames import WireError
 from earl_core.system.import_path import import_object, refuse_library
 from earl_core.system.similar import meant
+from earl_core.system.wait import LATER
 
 NAME = "reward functions"
 """Name by which `registry` knows reward functions; no import path has a space."""
@@ -28,6 +29,7 @@ NAME = "reward functions"
 BUILT_IN: dict[str, str] = {
     "judge": "earl_core.environments.judges:Judge",
     "reward_model": "earl_core.environments.judges:RewardModel",
+    LATER: "earl_core.environments.later:Later",
 }
 """Classes that are made of the options and called with episodes. Their requests end after
 `timeout_seconds`, which they are given besides."""

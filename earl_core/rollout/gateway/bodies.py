@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.requests import Request
 
+from earl_core.environments.agent import KeyTwice, unique
 from earl_core.rollout.gateway.refusals import invalid, refused
 
 _MOST_BYTES = 64 << 20
@@ -31,10 +32,19 @@ async def read_body(request: Request, most: int) -> bytes | None:
     return None if size > most else b"".join(parts)
 
 
-def parse_body(content: bytes) -> Any:
-    """Its JSON. Raises `HTTPException`, also for halves of characters, which no tokenizer takes."""
+def parse_unique(content: bytes) -> Any:
+    """As `parse_body`; raises for a key that stands twice, too, which costs time."""
+    return parse_body(content, unique)
+
+
+def parse_body(content: bytes, pairs: Callable[..., Any] | None = None) -> Any:
+    """Its JSON. Raises `HTTPException`, also for halves of characters, which no tokenizer takes.
+
+    pairs: see `json.loads`."""
     try:
-        body = json.loads(content.decode())
+        body = json.loads(content.decode(), object_pairs_hook=pairs)
+    except KeyTwice as error:
+        raise invalid(str(error)) from error
     except (ValueError, RecursionError) as error:
         raise refused(400, "invalid_json", f"the body is no JSON: {error}") from error
     if b"\\ud" in content or b"\\uD" in content:

@@ -32,7 +32,7 @@ class Branch:
 
     number: in the order of the first requests. origin: what its draws depend on beside the episode
     and the call. key: of its first request. equal: its number among the branches of this key.
-    busy: whether a request of it is being answered.
+    busy: whether a request of it is being answered. role: that its requests name.
     """
 
     number: int
@@ -44,6 +44,13 @@ class Branch:
     samples: list[Sample] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     busy: bool = True
+    role: str = ""
+
+    def name(self, role: str) -> None:
+        """Give the conversation, and what it has of samples, a role."""
+        self.role = role
+        for sample in self.samples:
+            sample.role = role
 
 
 def compared(message: Message) -> Message:
@@ -59,9 +66,9 @@ def compared(message: Message) -> Message:
     return compared
 
 
-def branch_key(messages: Sequence[Message], tools: str) -> tuple[str, ...]:
+def branch_key(messages: Sequence[Message], tools: str, role: str = "") -> tuple[str, ...]:
     """Return the key on which the draws of a branch depend."""
-    texts = [tools] if tools else []
+    texts = [each for each in (role, tools) if each]
     for each in messages:
         texts += [each["role"], each["content"]]
         if "tool_calls" in each:

@@ -53,21 +53,25 @@ class Branches:
         return [sample for branch in self.all for sample in branch.samples]
 
     def place(
-        self, messages: Sequence[Message], tools: Tools = NO_TOOLS, opening: str = ""
+        self,
+        messages: Sequence[Message],
+        tools: Tools = NO_TOOLS,
+        opening: str = "",
+        role: str = "",
     ) -> Placing:
         """Find the branch on which these messages go on; it is busy until `answer` or `give_up`.
 
-        opening: text that the message of the answer begins with. Where it is what the policy has
-        answered here, the answer goes on after its tokens.
+        Conversations of other roles are others. opening: text that the message of the answer begins
+        with. Where it is what the policy has answered here, the answer goes on after its tokens.
         """
         said = [compared(message) for message in messages]
-        if opening and (going_on := self._going_on(messages, said, tools.key, opening)):
+        if opening and (going_on := self._going_on(messages, said, (tools.key, role), opening)):
             return going_on
-        known = [each for each in self.all if each.tools == tools.key]
+        known = [each for each in self.all if (each.tools, each.role) == (tools.key, role)]
         branch, at, said = repeated(known, said)
         if branch is None:
             opened = [*said, Message(role="assistant", content=opening)] if opening else said
-            new = self._new(opened, tools.key)
+            new = self._new(opened, tools.key, role)
             return Placing(new, messages, said, tools, at, False, opening)
         branch.busy = True
         return Placing(branch, messages, said, tools, at, True, opening)
@@ -85,11 +89,11 @@ class Branches:
             raise
         return placing.prompt(self._chat)
 
-    def place_tokens(self, tokens: list[int]) -> Placing:
+    def place_tokens(self, tokens: list[int], role: str = "") -> Placing:
         """The same of a conversation as tokens."""
         standing: Branch | None = None
         for branch in self.all:
-            if branch.tools == _RENDERED and not branch.busy:
+            if (branch.tools, branch.role) == (_RENDERED, role) and not branch.busy:
                 said = branch.samples[-1].tokens
                 best = len(standing.samples[-1].tokens) if standing else 0
                 if best < len(said) < len(tokens) and tokens[: len(said)] == said:
@@ -99,7 +103,7 @@ class Branches:
             sample = standing.samples[-1]
             return Placing.rendered(standing, tokens[len(sample.tokens) :], sample)
         digest = hashlib.sha256(array("q", tokens).tobytes()).hexdigest()
-        new_branch = self._new([{"role": "", "content": digest}], _RENDERED)
+        new_branch = self._new([{"role": "", "content": digest}], _RENDERED, role)
         return Placing.rendered(new_branch, tokens, None)
 
     def answer(
@@ -125,7 +129,7 @@ class Branches:
             text = answer.raw if answer.calls else answer.text
         sample = prompt.sample
         if sample is None:
-            sample = Sample()
+            sample = Sample(role=branch.role)
             branch.samples.append(sample)
         sample.begin_turn(prompt.given, prompt.observation, prompt.anchor)
         sampled = completion.tokens, completion.logprobs, completion.spans
@@ -173,10 +177,15 @@ class Branches:
         return {**message, "content": content.removeprefix(opening)}
 
     def _going_on(
-        self, messages: Sequence[Message], said: list[Message], tools: str, opening: str
+        self,
+        messages: Sequence[Message],
+        said: list[Message],
+        kind: tuple[str, str],
+        opening: str,
     ) -> Placing | None:
         """The place after a recorded answer that is the opening; where that was ended by a token,
-        or is being answered already, a new branch begins with what stands before."""
+        or is being answered already, a new branch begins with what stands before. kind: tools and
+        role."""
         opened = [*said, compared(Message(role="assistant", content=opening))]
         size = len(opened)
         fork: tuple[Turn, list[int]] | None = None
@@ -184,7 +193,7 @@ class Branches:
             turn = next((each for each in reversed(branch.turns) if each.messages == size), None)
             if turn is None or turn.cut:
                 continue
-            if branch.tools != tools or branch.messages[:size] != opened:
+            if (branch.tools, branch.role) != kind or branch.messages[:size] != opened:
                 continue
             answer = self._chat.answer_of(turn.answer)
             ended = len(answer) < len(turn.answer)
@@ -194,16 +203,16 @@ class Branches:
             fork = turn, answer
         if fork is None:
             return None
-        new = self._new(opened, tools)
+        new = self._new(opened, *kind)
         return Placing.going_on(new, messages, said, *fork, False)
 
-    def _new(self, said: list[Message], tools: str) -> Branch:
-        key = branch_key(said, tools)
+    def _new(self, said: list[Message], tools: str, role: str) -> Branch:
+        key = branch_key(said, tools, role)
         taken = self._equal.setdefault(key, set())
         # The least that is free: what was given up may come again, and no other draws as it does.
         equal = next(each for each in itertools.count() if each not in taken)
         taken.add(equal)
-        branch = Branch(self.begun, derive_seed(equal, *key), tools, key, equal)
+        branch = Branch(self.begun, derive_seed(equal, *key), tools, key, equal, role=role)
         self.begun += 1
         self.all.append(branch)
         return branch

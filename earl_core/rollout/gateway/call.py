@@ -26,7 +26,7 @@ class Call:
     rendered. count: answers. stop_token_ids: besides the model's own.
     stop: strings that end the answer, which is cut before them. constraints: on the form of
     the answer. tools: of the conversation. token_texts: whether the answer has them. top: see
-    `GenerationRequest`."""
+    `GenerationRequest`. name: of the reply."""
 
     locate: Locate
     max_tokens: int | None
@@ -42,6 +42,7 @@ class Call:
     tools: Tools = NO_TOOLS
     token_texts: bool = False
     top: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)

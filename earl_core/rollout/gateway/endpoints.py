@@ -26,9 +26,10 @@ from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway import chat_completions, generate, messages, responses
 from earl_core.rollout.gateway.aside import LARGE, Aside
 from earl_core.rollout.gateway.batches import Batches
-from earl_core.rollout.gateway.bodies import parse_body, read_body
+from earl_core.rollout.gateway.bodies import parse_body, parse_unique, read_body
 from earl_core.rollout.gateway.call import Answer, Call
 from earl_core.rollout.gateway.chat_request import ChatRequest, Reading, assistant
+from earl_core.rollout.gateway.credit import role_of
 from earl_core.rollout.gateway.pending import Growth, PendingAnswer
 from earl_core.rollout.gateway.refusals import ERROR_CODE, invalid, refused
 from earl_core.rollout.gateway.session import Session
@@ -91,13 +92,15 @@ class Endpoints:
 
     async def _take_reward(self, request: Request) -> Response:
         session = self._session(request)
-        value = await self._parsed(request, session, lambda body: body)
+        value = await self._parsed(request, session, lambda body: body, parse_unique)
         if session.posted is not None:
             raise refused(409, "reward_posted", "the episode has its reward already")
         try:
-            session.posted = step_result(episode_result(value))
-        except WireError as error:
+            result = step_result(episode_result(value))
+            session.credit.check(result["info"])
+        except (WireError, ValueError) as error:
             raise invalid(str(error)) from error
+        session.posted = result
         return JSONResponse({"object": "reward"})
 
     async def _list_models(self, request: Request) -> Response:
@@ -130,8 +133,9 @@ class Endpoints:
         # With tools the text is known at the end, when it is known what are calls.
         grows = asked.stream and not (asked.tools or asked.opening or self._engine.lockstep)
         grows = grows and asked.count == 1
+        name, role = _named(session), role_of(request)
         call = Call(
-            lambda branches: branches.place(asked.messages, asked.tools, asked.opening),
+            lambda branches: branches.place(asked.messages, asked.tools, asked.opening, role),
             asked.max_tokens,
             asked.model == OPPONENT,
             asked.characters,
@@ -144,8 +148,9 @@ class Endpoints:
             tools=asked.tools,
             token_texts=asked.logprobs,
             top=asked.top,
+            name=name,
         )
-        pending, name = self._pending(session, call), _named(session)
+        pending = self._pending(session, call)
         answers = await self._begun(request, pending, growth if grows else None)
         if answers is not None:
             _remember(session, asked, answers, name)
@@ -162,17 +167,19 @@ class Endpoints:
             asked = await self._parsed(
                 request, session, lambda body: generate.parse(body, reading.vocabulary)
             )
+            name, role = _named(session), role_of(request)
             call = Call(
-                lambda branches: branches.place_tokens(asked.token_ids),
+                lambda branches: branches.place_tokens(asked.token_ids, role),
                 asked.max_tokens,
                 asked.model == OPPONENT,
                 tokens=len(asked.token_ids),
                 stop_token_ids=asked.stop_token_ids,
                 stop=asked.stop,
+                name=name,
             )
             answers = await self._begun(request, self._pending(session, call), None)
             assert answers is not None
-            return JSONResponse(generate.reply(asked, answers[0], _named(session)))
+            return JSONResponse(generate.reply(asked, answers[0], name))
 
     def _reading(self, session: Session) -> Reading:
         chat = self._chat
@@ -184,9 +191,13 @@ class Endpoints:
         )
 
     async def _parsed(
-        self, request: Request, session: Session, parse: Callable[[Any], Asked]
+        self,
+        request: Request,
+        session: Session,
+        parse: Callable[[Any], Asked],
+        load: Callable[[bytes], Any] = parse_body,
     ) -> Asked:
-        """Parse the request; large bodies are parsed beside the event loop."""
+        """Parse the request; large bodies are parsed beside the event loop. load: its JSON."""
         content = await read_body(request, session.most_bytes)
         if content is None:
             raise session.too_long(
@@ -195,7 +206,7 @@ class Endpoints:
             )
 
         def read() -> Asked:
-            body = parse_body(content)
+            body = load(content)
             try:
                 session.check_tools(body)
                 return parse(body)

@@ -1,8 +1,10 @@
 """Plays episodes of the built-in agent loop whose environments ask the policy for their opponent.
 
-Each episode has a session at a gateway that records nothing. On a lockstep engine the opponents'
-requests come while the loop waits for its environments: a batch waits until all environments that
-still work have asked, so that it depends on the episodes alone and not on who was faster.
+Each episode has a session at a gateway that records nothing; where both sides are trained, the
+opponent's conversations become samples of the episode, with rewards of their own. On a lockstep
+engine the opponents' requests come while the loop waits for its environments: a batch waits until
+all environments that still work have asked, so that it depends on the episodes alone and not on who
+was faster.
 """
 
 from __future__ import annotations
@@ -13,7 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from earl_core.environments.base import Message, StepResult
+from earl_core.environments.base import (
+    OPPONENT_REWARD,
+    EnvironmentFailed,
+    Message,
+    StepResult,
+)
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.rollout.agent_loop import live_slots, play
 from earl_core.rollout.chat.chat import ChatTokenizer
@@ -23,7 +30,7 @@ from earl_core.rollout.gateway.gateway import Gateway
 from earl_core.rollout.gateway.play import all_unless
 from earl_core.rollout.gateway.session import Session
 from earl_core.rollout.rollout_load import LoadMeter
-from earl_core.trajectory.samples import Episode, EpisodeSpec
+from earl_core.trajectory.samples import OPPONENT_ROLE, Episode, EpisodeSpec, Sample
 
 _PATIENCE_SHARE = 0.25
 """Share of a step's deadline: an environment that hangs does not cost those that wait with it
@@ -39,15 +46,17 @@ async def play_against_policy(
     *,
     meter: LoadMeter | None = None,
     slots: asyncio.Semaphore | None = None,
+    both: bool = False,
 ) -> list[Episode]:
-    """Play the episodes as `agent_loop.play` does, for a pool that `wants_policy`."""
+    """Play the episodes as `agent_loop.play` does, for a pool that `wants_policy`. both: whether
+    both sides are trained."""
     meter = meter or LoadMeter(len(specs))
     slots = slots or live_slots(settings, len(specs))
     if engine.lockstep:
         # One that waits for a thread would never ask.
         live = min(settings.max_live_episodes or pool.threads, pool.threads)
         settings = replace(settings, max_live_episodes=live)
-    table = _Table(pool, meter, {spec.episode_id: spec for spec in specs})
+    table = _Table(pool, meter, {spec.episode_id: spec for spec in specs}, both)
     patience = _PATIENCE_SHARE * pool.step_timeout_seconds
     gateway = Gateway(
         engine, chat, settings, meter, askers=lambda: table.under_way, patience=patience
@@ -65,7 +74,19 @@ async def play_against_policy(
     episodes = playing.result()
     for episode in episodes:
         episode.opponent_versions = table.versions.get(episode.episode_id, [])
+        if not episode.failed:
+            _join(episode, table.samples.get(episode.episode_id, []))
     return episodes
+
+
+def _join(episode: Episode, samples: Sequence[Sample]) -> None:
+    """Put the opponent's samples behind the episode's own. Each side's turns are in the order of
+    their answers; those of the two are compared nowhere."""
+    before = episode.turns
+    for sample in samples:
+        sample.role = OPPONENT_ROLE
+        sample.turn_numbers = [before + number for number in sample.turn_numbers]
+    episode.samples += samples
 
 
 class _Table:
@@ -74,14 +95,21 @@ class _Table:
     gateway: Gateway
 
     def __init__(
-        self, pool: EnvironmentPool, meter: LoadMeter, specs: Mapping[int, EpisodeSpec]
+        self,
+        pool: EnvironmentPool,
+        meter: LoadMeter,
+        specs: Mapping[int, EpisodeSpec],
+        both: bool,
     ) -> None:
-        self._pool, self._meter, self._specs = pool, meter, specs
+        self._pool, self._meter, self._specs, self._both = pool, meter, specs, both
         self._sessions: dict[int, Session] = {}
+        self._paid: set[int] = set()
         self.under_way = 0
         """Calls of environments under way."""
         self.versions: dict[int, list[int]] = {}
         """Policy versions that have answered the environments of episodes that are closed."""
+        self.samples: dict[int, list[Sample]] = {}
+        """Conversations of their opponents, where these are trained."""
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -99,12 +127,29 @@ class _Table:
     async def step(self, episode_id: int, text: str) -> StepResult:
         """Step in the pool; waits for the policy's answers are no time of the environment's own."""
         async with self._call(episode_id):
-            return await self._pool.step(episode_id, text)
+            return self._pay(episode_id, await self._pool.step(episode_id, text))
 
     async def use_tools(self, episode_id: int, message: Message) -> StepResult:
         """Use the tools of the pool; waits for the policy's answers count as in `step`."""
         async with self._call(episode_id):
-            return await self._pool.use_tools(episode_id, message)
+            return self._pay(episode_id, await self._pool.use_tools(episode_id, message))
+
+    def _pay(self, episode_id: int, result: StepResult) -> StepResult:
+        """Give the opponent what the environment tells. Raises `EnvironmentFailed` where it told
+        nothing to the end."""
+        if not self._both:
+            return result
+        side = self._sessions[episode_id].opponent
+        if OPPONENT_REWARD in result.info:
+            self._paid.add(episode_id)
+            side.pay(float(result.info[OPPONENT_REWARD]))
+        if result.done and side.calls and episode_id not in self._paid:
+            told = (
+                "environment.train is `all`, and no step told the opponent's reward: put it into "
+                'StepResult.info["opponent_reward"]'
+            )
+            raise EnvironmentFailed(episode_id, "invalid_result", told)
+        return result
 
     async def close(self, episode_id: int) -> None:
         """Close the episode and its session; later requests of the environment are refused."""
@@ -126,5 +171,8 @@ class _Table:
         session = self._sessions.pop(episode_id, None)
         if session is not None:
             self.versions[episode_id] = session.opponent_versions
+            self._paid.discard(episode_id)
+            if self._both:
+                self.samples[episode_id] = session.opponent.branches.samples
             session.abandon()
             await self.gateway.close(session)

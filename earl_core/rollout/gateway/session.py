@@ -8,14 +8,13 @@ policy's too, but in no episode.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from earl_core.environments.base import Message
+from earl_core.environments.base import EnvironmentFailed, Message
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.episode_player import PlaySettings, check_overflow
@@ -23,7 +22,8 @@ from earl_core.rollout.gateway.aside import LARGE, Aside, TooManyTokens, check_l
 from earl_core.rollout.gateway.asked_prompts import CACHE, AskedPrompts
 from earl_core.rollout.gateway.bodies import characters
 from earl_core.rollout.gateway.call import Answer, Call, Generate, all_of
-from earl_core.rollout.gateway.constraints import Constraint
+from earl_core.rollout.gateway.credit import Credit
+from earl_core.rollout.gateway.form_counts import FormCounts
 from earl_core.rollout.gateway.forms import Forms
 from earl_core.rollout.gateway.placing import Placing, Prompt
 from earl_core.rollout.gateway.refusals import invalid, refused
@@ -34,8 +34,6 @@ from earl_core.system.errors import ConfigError
 from earl_core.trajectory.forms import Form
 from earl_core.trajectory.samples import Episode, EpisodeSpec, Sample, derive_seed
 
-logger = logging.getLogger(__name__)
-
 _MOST_BRANCHES = 2**12
 """Most branches of a side: the samples of an episode have 16 bits, and a branch may have
 several."""
@@ -44,8 +42,6 @@ _MOST_OF_A_TOKEN = 32
 """Characters that the tokens of a whole conversation have on average, at most."""
 
 _SHOWN = 300
-
-_COUNTING_SECONDS = 10.0
 
 _OPPONENTS = 8
 """The budgets of the opponent's side are as large as those of so many policies."""
@@ -80,7 +76,7 @@ class Session:
         self._aside, self._large = aside, asyncio.Lock()
         self._asked_prompts = asked_prompts
         self._forms = None if settings.grammars is None else Forms(chat, settings.grammars)
-        self._counting: set[asyncio.Task[None]] = set()
+        self._form_counts, self.credit = FormCounts(spec.episode_id, meter), Credit()
         self.conversations: dict[str, Sequence[Message]] = {}
         """Conversations up to answers that can be gone on with by name."""
         self._policy = Side(chat, settings, spec.seed, 1)
@@ -105,6 +101,11 @@ class Session:
     def opponent_versions(self) -> list[int]:
         """Policy versions that have answered as the opponent, ascending."""
         return sorted(self._opponent.versions)
+
+    @property
+    def opponent(self) -> Side:
+        """The opponent's side, which is in no episode that `end` makes."""
+        return self._opponent
 
     @property
     def begun(self) -> int:
@@ -157,12 +158,13 @@ class Session:
         """Record one answer."""
         tokens = prompt.tokens
         message, stopped_by = side.branches.answer(prompt, completion, call.stop, form)
-        side.answered(completion)
+        side.answered(completion, prompt.branch.samples[-1])
+        self.credit.answered(call.name, prompt.branch, side is self._policy)
         self._meter.answered(completion)
         self._meter.prompt_tokens += len(prompt.given)
         if side is self._policy:
             self._last = prompt.branch.samples[-1]
-            self._note_form(call.constraints, prompt.branch.messages[-1])
+            self._form_counts.note(call.constraints, prompt.branch.messages[-1])
         else:
             self._meter.opponent_calls += 1
             self._meter.opponent_tokens += len(completion.tokens)
@@ -185,41 +187,25 @@ class Session:
             self._meter.answers_from_elsewhere += 1
         self._asked_prompts.asked(episode, place.said)
 
-    def _note_form(self, constraints: Sequence[Constraint], message: Message) -> None:
-        """Count whether an answer has the form that was asked for."""
-        if not constraints:
-            return
-
-        async def count() -> None:
-            fits = [await each.satisfied(message) for each in constraints]
-            self._meter.constrained_satisfied += all(fits)
-
-        self._meter.constrained_calls += 1
-        # Nobody waits for it but the end of the session: the answer is recorded.
-        counting = asyncio.create_task(count())
-        self._counting.add(counting)
-        counting.add_done_callback(self._counting.discard)
-
     async def counted(self) -> None:
-        """Wait until all forms of answers are counted. Those that take longer than ten seconds
-        together are counted as others than were asked for."""
-        late = set(self._counting)
+        """Wait until all that is counted beside the session is counted."""
         try:
-            if late:
-                _, late = await asyncio.wait(late, timeout=_COUNTING_SECONDS)
+            await self._form_counts.finished()
         finally:
-            for each in late:
-                each.cancel()
-        if late:
-            logger.warning(
-                "%d answers of episode %d count as others than were asked for: comparing them with "
-                "what was asked for takes too long",
-                len(late), self.spec.episode_id,
-            )  # fmt: skip
-        self._asked_prompts.forget(self.spec.episode_id)
+            self._asked_prompts.forget(self.spec.episode_id)
 
     def end(self, reward: float, info: Mapping[str, Any]) -> Episode:
-        """The episode with the agent's own verdict on it. Later requests are refused."""
+        """The episode with the agent's own verdict on it. Later requests are refused.
+
+        reward: of the last answer, or of all roles; the info may have those of single answers, and
+        `EnvironmentFailed` is raised where these cannot be given.
+        """
+        try:
+            self.credit.give(info)
+        except ValueError as error:
+            # That a request was refused is no reason for this.
+            self._cut = ""
+            raise EnvironmentFailed(self.spec.episode_id, "invalid_result", str(error)) from error
         episode = self._end(self._cut or "done")
         if self._last is None:
             episode.finish_reason = "environment_error"
@@ -227,7 +213,10 @@ class Session:
                 f"the agent ended without a single answer of the policy: {CACHE}"
             )
         else:
-            self._last.turn_rewards[-1] = reward
+            if any(sample.role for sample in episode.samples):
+                episode.shared_reward = reward
+            else:
+                self._last.turn_rewards[-1] += reward
         episode.take(info)
         return self._counted(episode)
 

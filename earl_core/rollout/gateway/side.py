@@ -6,6 +6,7 @@ from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.episode_player import PlaySettings
 from earl_core.rollout.gateway.branches import Branches
+from earl_core.trajectory.samples import Sample
 
 
 class Side:
@@ -19,8 +20,19 @@ class Side:
         self.calls = self.sampled = 0
         self.versions: set[int] = set()
         """Policy versions that have sampled its answers."""
+        self._last: Sample | None = None
+        self._owed = 0.0
 
-    def answered(self, completion: Completion) -> None:
-        """Count an answer."""
+    def pay(self, reward: float) -> None:
+        """Give a reward to the last answer; to the first, where there is none yet."""
+        self._owed += reward
+        if self._last is not None:
+            self._last.turn_rewards[-1] += self._owed
+            self._owed = 0.0
+
+    def answered(self, completion: Completion, sample: Sample) -> None:
+        """Count an answer, the last turn of the sample."""
+        self._last = sample
+        self.pay(0.0)
         self.sampled += len(completion.tokens)
         self.versions |= {span.policy_version for span in completion.spans if span.end}
