@@ -38,7 +38,7 @@ def foreign_python(home: Path, *requirements: str) -> str:
     return str(python)
 
 
-def newest_python(name: str, *requirements: str) -> tuple[str, str]:
+def newest_python(*requirements: str) -> tuple[str, str]:
     """An interpreter with the newest packages of the index, and the version of the first of them.
 
     It is kept between sessions, by the lock that the index makes of the requirements today. Skips
@@ -49,7 +49,7 @@ def newest_python(name: str, *requirements: str) -> tuple[str, str]:
     found = re.search(rf"^{re.escape(package)}==(\S+)", lock, re.MULTILINE)
     assert found is not None, lock
     digest = hashlib.sha256(f"{sys.version}\n{lock}".encode()).hexdigest()[:16]
-    home = _cache() / f"{name}-{found[1]}-{digest}"
+    home = _cache() / f"{package}-{found[1]}-{digest}"
     with FileLock(home.with_name(f"{home.name}.lock"), _LOCK_SECONDS):
         if not home.exists():
             _make(home, lock)

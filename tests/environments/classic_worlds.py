@@ -71,13 +71,13 @@ class Remembering(vf.StatefulToolEnv):
         return {**tool_args, "seen": state["seen"]}
 
 
-def load_environment(kind: str, funcs: int = 1) -> Any:
+def load_environment(kind: str) -> Any:
     """What verifiers calls."""
 
     def group(completions: list[Any]) -> list[float]:
         return [0.0 for _ in completions]
 
-    rubric = vf.Rubric(funcs=[right, length][:funcs], weights=[1.0, 0.0][:funcs])
+    rubric = vf.Rubric(funcs=[right, length], weights=[1.0, 0.0])
     if kind == "group":
         rubric = vf.Rubric(funcs=[group])
     given: dict[str, Any] = {

@@ -203,7 +203,7 @@ def test_the_policy_plays_the_others(python: str) -> None:
     assert "You are player_1. Answer with" in theirs[0]
     assert "1 stones" in theirs[0]
     assert "Illegal answer: it has no number. A random move was played for you." in theirs[2]
-    assert all(len(sample.texts) == 8 and "player_1" not in each for each in sample.texts)
+    assert all("player_1" not in each for each in sample.texts)
 
 
 def test_a_trial_finds_no_fault(python: str) -> None:

@@ -223,6 +223,6 @@ async def litellm(task: Task, base_url: str, api_key: str) -> dict[str, Any]:
             return judged(said.content)
         messages.append(said.model_dump())
         for call in said.tool_calls:
-            run = {each.__name__: each for each in TOOLS}[call.function.name]
+            run: Any = {each.__name__: each for each in TOOLS}[call.function.name]
             result = run(**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})

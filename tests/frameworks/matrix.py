@@ -9,9 +9,9 @@ from typing import Any
 from tests.frameworks.agents import PEOPLE
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(tool: str, /, **arguments: Any) -> str:
     """A call of a tool, as the chat template writes it."""
-    written = json.dumps({"name": name, "arguments": arguments})
+    written = json.dumps({"name": tool, "arguments": arguments})
     return f"<tool_call>\n{written}\n</tool_call>"
 
 
@@ -38,8 +38,8 @@ class Tried:
     """One framework and one form of its agent.
 
     requirements: for pip, the framework first. agent: in `agents`. says: the model's answers in an
-    episode. samples: an episode's, of conversations that a template or the framework does not just
-    append to. in_ci: tried by `make test-slow`.
+    episode. samples: of an episode, several where the framework does not just append messages.
+    in_ci: tried by `make test-slow`.
     """
 
     requirements: tuple[str, ...]
@@ -60,9 +60,13 @@ MATRIX = {
             code('city = capital(country="Switzerland")\nprint(city)'),
             code('final_answer(population(city="Bern"))'),
         ),
+        samples=2,
     ),
     "smolagents, ToolCallingAgent": Tried(
-        _SMOLAGENTS, "smolagents_tools", (FIND, COUNT, call("final_answer", answer=TOLD))
+        _SMOLAGENTS,
+        "smolagents_tools",
+        (FIND, COUNT, call("final_answer", answer=TOLD)),
+        samples=3,
     ),
     "instructor": Tried(
         ("instructor",),
@@ -78,9 +82,9 @@ MATRIX = {
         ("langgraph", "langchain", "langchain-openai"), "langgraph", TOOLS, in_ci=True
     ),
     "openai-agents, Responses": Tried(
-        _OPENAI, "openai_agents", HAND_OFF, in_ci=True, options={"api": "responses"}
+        _OPENAI, "openai_agents", HAND_OFF, 2, in_ci=True, options={"api": "responses"}
     ),
-    "openai-agents, chat": Tried(_OPENAI, "openai_agents", HAND_OFF, options={"api": "chat"}),
+    "openai-agents, chat": Tried(_OPENAI, "openai_agents", HAND_OFF, 2, options={"api": "chat"}),
     "dspy": Tried(
         ("dspy",),
         "dspy",
@@ -98,6 +102,7 @@ MATRIX = {
             fields(next_thought="Done.", next_tool_name="finish", next_tool_args="{}"),
             fields(reasoning="It was told.", answer=TOLD),
         ),
+        samples=4,
     ),
     "crewai": Tried(("crewai",), "crewai", TOOLS),
     "autogen": Tried(("autogen-agentchat", "autogen-ext[openai]"), "autogen", TOOLS),

@@ -141,7 +141,19 @@ def rendered(body: dict[str, Any]) -> list[int]:
 
 
 def plain(tool: dict[str, Any]) -> dict[str, Any]:
-    return {key: each for key, each in tool.items() if key != "type"}
+    """A tool of Responses as chat completions have it; `strict` says nothing to a model."""
+    return {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key)}
+
+
+def check_same(found: list[int], expected: list[int], where: str) -> None:
+    """The message is both texts around their first difference."""
+    if found != expected:
+        one, other = (TOKENIZER.decode(each) for each in (found, expected))
+        place = next(
+            (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), -80
+        )
+        cut = slice(max(0, place - 80), place + 80)
+        raise AssertionError(f"{where}: {one[cut]!r} is not {other[cut]!r}")
 
 
 class Scripted(SayingEngine):
@@ -211,8 +223,10 @@ def check_recorded(episodes: list[Episode], wire: Wire, engine: Scripted) -> Non
     for number, (body, request, (prompt, answer)) in enumerate(
         zip(wire.asked, engine.requests, calls, strict=True)
     ):
-        assert TOKENIZER.decode(prompt) == TOKENIZER.decode(rendered(body)), number
-        assert prompt == rendered(body) == list(request.tokens)
+        expected = rendered(body)
+        check_same(prompt, expected, f"the prompt of call {number}")
+        check_same(list(request.tokens), expected, f"what the engine got in call {number}")
         said = encoded(engine.says[number % len(engine.says)])
         # The end of a string of `stop` ends an answer, too.
-        assert answer in ([*said, STOP], said)
+        ended = answer[-1] == STOP
+        check_same(answer, [*said, STOP] if ended else said, f"the answer of call {number}")

@@ -26,7 +26,7 @@ def marks(tried: Tried) -> Any:
 )
 def test_every_call_is_recorded_exactly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = MATRIX[name]
-    python, version = newest_python(tried.agent, *tried.requirements)
+    python, version = newest_python(*tried.requirements)
     print(f"{name}: {version}")
     wire, engine = Wire(monkeypatch), Scripted(tried.says)
     episodes = played(f"tests.frameworks.agents:{tried.agent}", python, tried.options, engine)
