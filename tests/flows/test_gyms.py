@@ -267,6 +267,7 @@ def test_they_train(python: str, runs: Runs) -> None:
         assert line["rollout/episodes_failed"] == 0.0
         assert line["rollout/of/gymnasium/episodes"] > 0
         assert line["rollout/of/reasoning_gym/episodes"] > 0
-        assert line["rollout/of/pettingzoo/episodes"] > 0
+    zoo_episodes = [line.get("rollout/of/pettingzoo/episodes", 0) for line in runs.metrics()]
+    assert sum(zoo_episodes) > 0
     record = json.loads((runs.run() / "environments.json").read_text())["reasoning_gym"]
     assert record["reasoning_gym"] == "0.1.25"
