@@ -24,6 +24,9 @@ from earl_core.system.import_path import import_package
 _PATIENCE_SECONDS = 24 * 3600.0
 """Of the client: an engine may be away, and episodes have a deadline of their own."""
 
+_EMPTY = "EmptyModelResponseError"
+"""What verifiers says of an answer without text and calls, which it does not go on after."""
+
 
 class VerifiersClassicOptions(Options):
     """Options of the adapter for verifiers' classic interface.
@@ -125,6 +128,9 @@ class _World:
         played = await self._env.run_rollout(row, client, MODEL, sampling)
         if error := played.get("error"):
             told = error.get("error_chain_str", error) if isinstance(error, Mapping) else error
+            if _EMPTY in str(told):
+                # The policy's own fault, which it is to learn from.
+                return {"reward": 0.0, "outcome": "empty_answer"}
             raise EarlError(f"verifiers' episode failed: {told}")
         metrics = (played.get("metrics") or {}).items()
         return {
