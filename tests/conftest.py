@@ -49,6 +49,7 @@ _LONGEST = (
     *("browser/test_browser", "hosts/test_two_hosts", "learner/test_low_rank"),
     *("flows/test_prefect", "learner/test_worker_faults", "flows/test_vllm_layouts"),
     *("flows/test_gyms", "flows/test_verifiers", "cli/test_listeners", "cli/test_up"),
+    *("flows/test_verifiers_classic", "frameworks/test_frameworks"),
     *("flows/test_api", "learner/test_compiled_layers", "flows/test_layouts", "flows/test_openenv"),
     *("flows/test_mixture", "docs/test_tested_pages", "cluster/test_engine_tree"),
     # Fast ones, and files with both.

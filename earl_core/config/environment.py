@@ -74,14 +74,14 @@ class EnvironmentConfig(Settings):
     name: str | None = Field(
         default=None,
         description="Name of a built-in environment (tic_tac_toe, connect_four, prompt, "
-        "textarena, gymnasium, reasoning_gym, openenv) or the import path `package.module:Class` "
-        "of your own.",
+        "textarena, gymnasium, pettingzoo, reasoning_gym, openenv) or the import path "
+        "`package.module:Class` of your own.",
     )
     agent: str | None = Field(
         default=None,
         description="Instead of a name: the import path `package.module:function` of an agent, "
         "which is called as run(task, base_url, api_key) and returns the reward; or program (a "
-        "command or a service), or verifiers.",
+        "command or a service), verifiers, or verifiers_classic.",
     )
     train: Literal["policy", "all"] = Field(
         default="policy",

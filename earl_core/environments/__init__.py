@@ -9,7 +9,7 @@ policy_conversation  what environments ask the policy
 judges      reward functions that ask models behind an endpoint
 endpoints   requests of judges and openenv: no redirects, no proxy to this machine
 games       tic-tac-toe and connect four, with random, greedy and searching opponents
-adapters    textarena, gymnasium, reasoning-gym, OpenEnv, verifiers, data sets
+adapters    textarena, gymnasium, pettingzoo, reasoning-gym, OpenEnv, verifiers, data sets
 rewards     reward functions of `prompt`; `reward_functions` score whole episodes
 tools       tools that the model calls, and the sandbox of one
 hosting     `EnvironmentPool`: environments in host processes; `host_supervisor` replaces lost hosts

@@ -88,7 +88,7 @@ class PromptEnvironment:
         if self.options.answer_column is not None:
             row["answer"] = chat.answer
         self._row, self._used = row, []
-        text = isinstance(row[self._form.place(row)], str)
+        text = self._form.asks_text(row)
         self._asked = chat.prompt[-1]["content"] if text else list(chat.prompt)
         return messages
 

@@ -25,10 +25,14 @@ BUILT_IN: dict[str, str] = {
     "prompt": "earl_core.environments.prompt:PromptEnvironment",
     "textarena": "earl_core.environments.adapters.textarena:TextArenaEnvironment",
     "gymnasium": "earl_core.environments.adapters.gymnasium:GymnasiumEnvironment",
+    "pettingzoo": "earl_core.environments.adapters.pettingzoo:PettingZooEnvironment",
     "reasoning_gym": "earl_core.environments.adapters.reasoning_gym:ReasoningGymEnvironment",
     "openenv": "earl_core.environments.adapters.openenv:OpenEnv",
     f"{PREFIX}program": "earl_core.environments.adapters.program:Program",
     f"{PREFIX}verifiers": "earl_core.environments.adapters.verifiers:Verifiers",
+    f"{PREFIX}verifiers_classic": (
+        "earl_core.environments.adapters.verifiers_classic:VerifiersClassic"
+    ),
 }
 _AGENTS = [each.removeprefix(PREFIX) for each in BUILT_IN if each.startswith(PREFIX)]
 

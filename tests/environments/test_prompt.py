@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from earl_core.config import parse_config
-from earl_core.environments.hosting.check import check_environments
 from earl_core.environments.registry import check, create
 from earl_core.system.errors import ConfigError
 
@@ -266,58 +262,6 @@ def test_columns_for_reward_functions(tmp_path: Path) -> None:
     assert result.info["scoring"] == {"day": "2026-01-02", "notes": ["a", "b"]}
     with pytest.raises(ConfigError, match=r"no column .hour.*correct the option"):
         create("prompt", {**options, "scoring_columns": ["hour"]})
-
-
-@pytest.mark.parametrize("prompt", ["3*5?", [USER_SAYS]])
-def test_reward_functions_of_trl(tmp_path: Path, prompt: Any) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": prompt, "solution": "15"}))
-    options = {"path": str(path), "answer_column": "solution"}
-    named = {"reward_function": f"{REWARDS}:scored_as_trl_does", **options}
-    environment = create("prompt", {**named, "system_prompt": "Multiply."})
-    # The row's own prompt is asked about, without what the run puts before it.
-    assert len(environment.reset(0, 0)) == 2
-    assert environment.step("15").reward == 1.0
-    environment.reset(0, 0)
-    assert environment.step("16").reward == 0.0
-    with pytest.raises(ConfigError, match="needs completion_ids, which only TRL's trainer has"):
-        create("prompt", {**options, "reward_function": f"{REWARDS}:scored_by_ids"})
-    environment = create("prompt", {**options, "reward_function": f"{REWARDS}:scored_in_batches"})
-    environment.reset(0, 0)
-    with pytest.raises(TypeError, match="returned 2 rewards for one completion"):
-        environment.step("15")
-
-
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [
-        ("bad_reward", r"must return a finite number.*have .*reward_function return a number"),
-        ("scored_as_trl_does", r"TypeError: .* argument: 'solution'\)"),
-        ("half_reward", ""),
-    ],
-)
-def test_a_reward_function_is_called_before_work(data: str, function: str, problem: str) -> None:
-    given = {"path": data, "reward_function": f"{REWARDS}:{function}"}
-    config = parse_config(
-        {
-            "name": "x",
-            "iterations": 1,
-            "model": {"path": "m"},
-            "environment": {"name": "prompt", "options": given},
-            "rollout": {"prompts_per_iteration": 1, "group_size": 2, "max_turns": 1},
-            "update": {},
-        }
-    )
-    told = pytest.raises(ConfigError, match=problem) if problem else nullcontext()
-    with told:
-        assert asyncio.run(check_environments(config)) == []
-
-
-def test_reward_functions_must_return_numbers(data: str) -> None:
-    environment = create("prompt", {"path": data, "reward_function": f"{REWARDS}:bad_reward"})
-    environment.reset(0, 0)
-    with pytest.raises(TypeError, match="must return a finite number"):
-        environment.step("x")
 
 
 def test_wrong_data_is_found_before_work_starts(tmp_path: Path) -> None:

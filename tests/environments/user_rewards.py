@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -30,6 +31,11 @@ def scored_as_trl_does(
         assert completion[-1]["role"] == "assistant"
         completion = completion[-1]["content"]
     return [float(completion == each) for each in solution]
+
+
+def chat_seen(prompts: list[Any], completions: list[Any]) -> list[Any]:
+    """What was given, as the outcome."""
+    return [(1.0, {"outcome": json.dumps([prompts[0], completions[0]])})]
 
 
 def scored_by_ids(completions: list[str], completion_ids: list[Any]) -> list[float]:

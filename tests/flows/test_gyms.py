@@ -1,4 +1,4 @@
-"""gymnasium and reasoning-gym in a Python that has only these: neither pydantic nor ours.
+"""Gymnasium, pettingzoo and reasoning-gym in a Python that has only these, no pydantic of ours.
 
 In one file, so that one installation serves all.
 """
@@ -24,6 +24,7 @@ from tests.foreign import foreign_python
 pytestmark = pytest.mark.slow
 
 WORLDS = "tests.environments.gymnasium_worlds"
+ZOO = "tests.environments.pettingzoo_worlds"
 Play = Callable[..., None]
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "gymnasium": [
@@ -33,6 +34,15 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"id": "x", "answer_pattern": "("}, "option answer_pattern is no regular"),
         ({"id": 3, "seed": 1}, "option 'id' must be a text (it is 3)"),
         ({"id": "x", "seed": 1}, "unknown option 'seed': use one of actions, allowed_errors"),
+    ],
+    "pettingzoo": [
+        ({"game": "classic/tictactoe-v3", "agent": "X"}, "has no agent 'X': use one of player_1"),
+        ({"game": "classic/chequers-v1"}, "cannot be made with the make_options {}: "),
+        ({"game": f"{ZOO}:Handshake"}, "makes no AEC environment with possible_agents"),
+        ({"game": f"{ZOO}:Rope", "make_options": {"first": "dan"}}, "ValueError: 'dan' is not"),
+        ({"game": f"{ZOO}:Rope", "actions": ["hold"]}, f"and {ZOO}:Rope has 2 actions"),
+        ({"game": f"{ZOO}:Rope", "opponent": "best"}, "must be one of 'random', 'policy'"),
+        ({"game": f"{ZOO}:Rope", "show": f"{ZOO}:no"}, "the option show"),
     ],
     "reasoning_gym": [
         ({"dataset": "sums"}, "reasoning-gym has no data set 'sums': use ab, acre"),
@@ -51,9 +61,10 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """reasoning-gym wants another tabulate than vLLM."""
+    """reasoning-gym wants another tabulate than vLLM. The classic games want pygame."""
     home = tmp_path_factory.mktemp("gyms")
-    return foreign_python(home, "gymnasium==1.4.0", "reasoning-gym==0.1.25")
+    zoo = ("pettingzoo==1.27.0", "pygame==2.6.1")
+    return foreign_python(home, "gymnasium==1.4.0", "reasoning-gym==0.1.25", *zoo)
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +258,8 @@ def test_they_train(python: str, runs: Runs) -> None:
     # A digit is an answer to both; the tiny model reads other characters as unknown ones.
     digits = {"name": "gymnasium", "options": {"id": f"{WORLDS}:TestDigits-v0"}}
     sums = {"name": "reasoning_gym", "options": {"dataset": "chain_sum", "level": 0}}
-    environments = [{**each, "python": python} for each in (digits, sums)]
+    zoo = {"name": "pettingzoo", "options": {"game": "classic/tictactoe-v3"}}
+    environments = [{**each, "python": python} for each in (digits, sums, zoo)]
     mixture = ("environment=null", f"environments={json.dumps(environments)}")
     runs.train(*LEARNING, "iterations=2", *mixture, "curriculum={}")
     runs.assert_learnt()
@@ -255,5 +267,7 @@ def test_they_train(python: str, runs: Runs) -> None:
         assert line["rollout/episodes_failed"] == 0.0
         assert line["rollout/of/gymnasium/episodes"] > 0
         assert line["rollout/of/reasoning_gym/episodes"] > 0
+    zoo_episodes = [line.get("rollout/of/pettingzoo/episodes", 0) for line in runs.metrics()]
+    assert sum(zoo_episodes) > 0
     record = json.loads((runs.run() / "environments.json").read_text())["reasoning_gym"]
     assert record["reasoning_gym"] == "0.1.25"

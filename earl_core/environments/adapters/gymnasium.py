@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
-from earl_core.environments.adapters.fenced import unfenced
-from earl_core.environments.base import LARGEST_NUMBER, Message, StepResult
+from earl_core.environments.adapters.spaces import (
+    as_text,
+    check_space,
+    expected,
+    mask_of,
+    metrics_of,
+    possible_names,
+    read_action,
+    told_possible,
+)
+from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, at_least, check_pattern
 from earl_core.system.errors import ConfigError
 from earl_core.system.import_path import import_package
@@ -64,10 +72,10 @@ class GymnasiumEnvironment:
         self._rendered = self._environment.render_mode == "ansi"
         title = f"of the environment {options.id!r} of gymnasium"
         self._space = self._environment.action_space
-        _check_space(self._space, f"the action space {title}")
+        check_space(self._space, f"the action space {title}")
         if not self._rendered:
-            _check_space(self._environment.observation_space, f"the observation space {title}")
-        self._expected = _expected(self._space, options)
+            check_space(self._environment.observation_space, f"the observation space {title}")
+        self._expected = expected(self._space, options.actions, options.id)
         self._steps = self._illegal = self._errors = 0
         self._info: Mapping[str, Any] = {}
         self._done = True
@@ -101,36 +109,21 @@ class GymnasiumEnvironment:
         self._environment.close()
 
     def _parsed(self, text: str) -> Any:
-        if self.options.answer_pattern is not None:
-            found = re.findall(self.options.answer_pattern, text)
-            if not found:
-                raise ValueError(f"it does not match {self.options.answer_pattern}")
-            text = found[-1]
-        action = _parse_action(self._space, text, self.options.actions)
-        mask = self._mask()
-        if mask is not None and not mask[int(action) - int(self._space.start)]:
-            raise ValueError("this action is not possible now")
-        return action
+        options = self.options
+        pattern, mask = options.answer_pattern, self._mask()
+        return read_action(self._space, text, options.actions, pattern, mask)
 
     def _mask(self) -> Sequence[Any] | None:
-        """Whether each action of a Discrete space is possible, where the environment says so."""
-        if self.options.possible is None or _kind(self._space) != "Discrete":
-            return None
-        mask = _plain(self._info.get(self.options.possible))
-        if not isinstance(mask, list) or len(mask) != self._space.n:
-            return None
-        return mask if all(isinstance(each, int | float) for each in mask) else None
+        possible = self.options.possible
+        return None if possible is None else mask_of(self._space, self._info.get(possible))
 
     def _possible(self) -> str:
         """The sentence that tells which actions are possible."""
         if self.options.possible is None:
             return ""
         if (mask := self._mask()) is not None:
-            names = self.options.actions or range(self._space.start, self._space.start + len(mask))
-            told = [str(name) for name, one in zip(names, mask, strict=True) if one]
-        else:
-            told = [str(each) for each in self._info.get(self.options.possible) or ()]
-        return f"Possible now: {', '.join(told)}." if told else ""
+            return told_possible(possible_names(self._space, mask, self.options.actions))
+        return told_possible([str(each) for each in self._info.get(self.options.possible) or ()])
 
     def _refused(self, why: str) -> StepResult:
         self._illegal += 1
@@ -147,29 +140,15 @@ class GymnasiumEnvironment:
             return StepResult(_user(text), reward, False)
         self._done = True
         own = {"env_steps": self._steps, "illegal_answers": self._illegal}
-        metrics = {**_numbers(self._info), **own}
+        metrics = {**metrics_of(self._info), **own}
         outcomes = ["terminated", "truncated", "illegal"]
         info = {"outcome": outcome, "outcomes": outcomes, "metrics": metrics}
         return StepResult(_user(text), reward, True, info)
 
     def _shown(self, observation: Any) -> str:
         rendered = self._rendered
-        shown = _uncoloured(str(self._environment.render())) if rendered else _as_text(observation)
+        shown = _uncoloured(str(self._environment.render())) if rendered else as_text(observation)
         return "\n\n".join(filter(None, (shown, self._possible())))
-
-
-def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers and truth values of an `info`, by name, some of them at most."""
-    plain = {
-        str(key): value.tolist() if hasattr(value, "tolist") else value
-        for key, value in info.items()
-    }
-    numbers = {
-        key: float(value)
-        for key, value in plain.items()
-        if isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER
-    }
-    return dict(list(numbers.items())[:_MOST_METRICS])
 
 
 def _make(options: GymnasiumOptions) -> Any:
@@ -189,20 +168,6 @@ def _make(options: GymnasiumOptions) -> Any:
     return made
 
 
-def _expected(space: Any, options: GymnasiumOptions) -> str:
-    kind, names = _kind(space), options.actions
-    if not names:
-        form = "" if kind in ("Discrete", "Text") else "JSON: "
-        return f"Answer with {form}{_described(space)}."
-    if kind != "Discrete" or len(names) != space.n or len(set(map(str.casefold, names))) != space.n:
-        actions = f"{space.n} actions" if kind == "Discrete" else f"a space of kind {kind}"
-        raise ConfigError(
-            f"the option actions names {', '.join(names)}, and {options.id} has {actions}",
-            remedy="name each action once, in their order, or drop the option",
-        )
-    return f"Answer with one of: {', '.join(names)}."
-
-
 def _user(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
@@ -211,98 +176,8 @@ def _seed(text: str) -> int:
     return random.Random(f"gymnasium/{text}").getrandbits(32)
 
 
-_MOST_NUMBERS = 256
-_MOST_METRICS = 32
-_KINDS = ("Dict", "Tuple", "Box", "MultiDiscrete", "MultiBinary", "Discrete", "Text")
 _COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "crimson")
-
-
-def _kind(space: Any) -> str:
-    """The kind of a space, also of one of a class derived from gymnasium's."""
-    names = [each.__name__ for each in type(space).__mro__]
-    return next((name for name in names if name in _KINDS), names[0])
-
-
-def _check_space(space: Any, what: str) -> None:
-    """Raises ConfigError unless the space's values can be read and written as text."""
-    kind = _kind(space)
-    if kind in ("Dict", "Tuple"):
-        for each in _parts(space):
-            _check_space(each, what)
-    elif kind in ("Box", "MultiDiscrete", "MultiBinary"):
-        count = 1
-        for size in space.shape:
-            count *= size
-        if count > _MOST_NUMBERS:
-            raise ConfigError(
-                f"{what} has {count} numbers, more than the {_MOST_NUMBERS} that make a text",
-                remedy="wrap the environment so that it has less, or has a text",
-            )
-    elif kind not in ("Discrete", "Text"):
-        raise ConfigError(
-            f"{what} is a {kind}, which has no form as text",
-            remedy="wrap the environment so that it is Discrete, Text, Box, MultiDiscrete, "
-            "MultiBinary, or a Dict or Tuple of these",
-        )
-
-
-def _described(space: Any) -> str:
-    """Describe a value of the space, in JSON where it is not one number or text."""
-    match _kind(space):
-        case "Discrete":
-            return f"a whole number from {space.start} to {space.start + space.n - 1}"
-        case "Text":
-            characters = "".join(sorted(space.character_set))
-            return f"{space.min_length} to {space.max_length} of the characters {characters}"
-        case "MultiDiscrete":
-            first, last = space.start, space.start + space.nvec - 1
-            return f"a list of whole numbers from {_as_text(first)} to {_as_text(last)}"
-        case "MultiBinary":
-            return f"a list of zeros and ones of shape {list(space.shape)}"
-        case "Box":
-            low, high = _as_text(space.low), _as_text(space.high)
-            return f"a list of numbers of shape {list(space.shape)} from {low} to {high}"
-        case "Dict":
-            inner = (f"{json.dumps(key)}: {_described(each)}" for key, each in space.spaces.items())
-            return "{" + ", ".join(inner) + "}"
-        case _:
-            return "[" + ", ".join(map(_described, space.spaces)) + "]"
-
-
-def _as_text(value: Any) -> str:
-    """An observation: a text as it is, a mapping in lines, else JSON with four digits."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping):
-        return "\n".join(f"{key}: {_as_text(each)}" for key, each in value.items())
-    return json.dumps(_plain(value))
-
-
-def _parse_action(space: Any, answer: str, names: Sequence[str]) -> Any:
-    """The action that an answer names: the last number or name in it, a text, or JSON. names: of a
-    Discrete space's actions, or none. Raises ValueError, which says what is wrong."""
-    kind = _kind(space)
-    if names:
-        every = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-        found = re.findall(rf"(?<!\w)(?:{every})(?!\w)", answer, re.IGNORECASE)
-        if not found:
-            raise ValueError("it names no action")
-        lower = [name.casefold() for name in names]
-        return int(space.start) + lower.index(found[-1].casefold())
-    if kind == "Discrete":
-        numbers = re.findall(r"-?\d+" if space.start < 0 else r"\d+", answer)
-        if not numbers:
-            raise ValueError("it has no number")
-        value: Any = int(numbers[-1][:20])
-    elif kind == "Text":
-        value = unfenced(answer)
-    else:
-        value = _parsed(answer)
-    action = _shaped(space, value)
-    if not space.contains(action):
-        raise ValueError(f"{value!r:.200} is not {_described(space)}")
-    return action
 
 
 def _uncoloured(rendered: str) -> str:
@@ -325,48 +200,3 @@ def _style(codes: str) -> str:
             if 0 <= code - first < len(_COLOURS):
                 words.append(before + _COLOURS[code - first])
     return " ".join(words)
-
-
-def _parts(space: Any) -> Any:
-    return space.spaces.values() if isinstance(space.spaces, Mapping) else space.spaces
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _parsed(answer: str) -> Any:
-    try:
-        return json.loads(unfenced(answer))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON ({error})") from None
-
-
-def _shaped(space: Any, value: Any) -> Any:
-    """JSON as the space has it. Raises ValueError."""
-    import numpy as np
-
-    kind = _kind(space)
-    if kind == "Dict":
-        if not isinstance(value, Mapping) or set(value) != set(space.spaces):
-            raise ValueError(f"it must be an object with the keys {', '.join(space.spaces)}")
-        return {key: _shaped(each, value[key]) for key, each in space.spaces.items()}
-    if kind == "Tuple":
-        if not isinstance(value, list) or len(value) != len(space.spaces):
-            raise ValueError(f"it must be a list of {len(space.spaces)} values")
-        return tuple(_shaped(each, part) for each, part in zip(space.spaces, value, strict=True))
-    if kind in ("Discrete", "Text"):
-        return value
-    given = np.asarray(value)
-    if given.dtype.kind not in "iuf":
-        raise ValueError(f"{value!r:.200} is not {_described(space)}")
-    action = given.astype(space.dtype)
-    if given.shape != space.shape or (kind != "Box" and not np.array_equal(action, given)):
-        raise ValueError(f"{value!r:.200} is not {_described(space)}")
-    return action

@@ -149,6 +149,14 @@ class RowForm:
             return self.column is not None or column not in _CHATS
         return self.form in ("trl", "alpaca", "plain")
 
+    def asks_text(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row's prompt is one text, and no chat, in JSON or with a history. Raises as
+        `place`."""
+        column = self.place(row)
+        if not isinstance(row[column], str) or not self.takes_text(column):
+            return False
+        return not (self._alpaca(row) and row.get("history"))
+
     def _misfit(self, column: str, given: Any, turns: bool) -> str:
         """Why the value of the chat's column is not what the form has there, "" where it is."""
         if given is None:

@@ -1,0 +1,154 @@
+"""Environments of verifiers' classic interface, unchanged, as an agent.
+
+That is what most published ones are written in: `load_environment` of a package returns a
+SingleTurnEnv, MultiTurnEnv, ToolEnv or StatefulToolEnv, and its `run_rollout` plays an episode by
+OpenAI's chat completions and scores it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, ClassVar, Literal
+
+from earl_core.environments.agent import MODEL, episode_result
+from earl_core.environments.base import Message, StepResult
+from earl_core.environments.options import Options
+from earl_core.system.errors import ConfigError, EarlError
+from earl_core.system.import_path import import_package
+
+_PATIENCE_SECONDS = 24 * 3600.0
+"""Of the client: an engine may be away, and episodes have a deadline of their own."""
+
+_EMPTY = "EmptyModelResponseError"
+"""What verifiers says of an answer without text and calls, which it does not go on after."""
+
+
+class VerifiersClassicOptions(Options):
+    """Options of the adapter for verifiers' classic interface.
+
+    env: id of an environment: the module whose `load_environment` makes it.
+    args: arguments of `load_environment`.
+    split: the data set whose rows the prompts take in turn: train, or eval.
+    """
+
+    env: str
+    args: dict[str, Any] = field(default_factory=dict)
+    split: Literal["train", "eval"] = "train"
+
+
+class VerifiersClassic:
+    """One episode. Its reward is the rubric's."""
+
+    options_model: ClassVar[type[VerifiersClassicOptions]] = VerifiersClassicOptions
+    wants_policy: ClassVar[bool] = True
+    policy: Mapping[str, str]
+
+    def __init__(self, options: VerifiersClassicOptions) -> None:
+        self._world = _World.of(options)
+        self._row: dict[str, Any] = {}
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        """Take the row; the message says nothing."""
+        self._row = self._world.row(prompt)
+        return [{"role": "user", "content": "begin"}]
+
+    async def step(self, text: str) -> StepResult:
+        """Play it; the text says nothing."""
+        return episode_result(await self._world.play(self._row, **self.policy))
+
+    def close(self) -> None:
+        """Close nothing, because it holds nothing."""
+
+
+class _World:
+    """An environment and its rows, one for all episodes of a process."""
+
+    _made: ClassVar[dict[str, _World]] = {}
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of(cls, options: VerifiersClassicOptions) -> _World:
+        """Raises ConfigError."""
+        key = repr(options)
+        with cls._making:
+            if key not in cls._made:
+                cls._made[key] = cls(options)
+            return cls._made[key]
+
+    def __init__(self, options: VerifiersClassicOptions) -> None:
+        verifiers = import_package("verifiers", "verifiers")
+        if not hasattr(verifiers, "load_environment"):
+            raise ConfigError(
+                "this version of verifiers has no classic environments",
+                remedy="install verifiers<0.4 in environment.python, or use the agent verifiers",
+            )
+        # Its environments set handlers, which only a main thread may, and a host has its own.
+        import_package("verifiers.envs.environment", "verifiers").signal = _Signals()
+        openai = import_package("openai", "openai")
+        self._client_of = verifiers.OpenAIChatCompletionsClient
+        self._shared: Any = None
+        self._open = openai.AsyncOpenAI
+        try:
+            self._env = verifiers.load_environment(options.env, **options.args)
+            held_out = options.split == "eval"
+            self._rows = self._env.get_eval_dataset() if held_out else self._env.get_dataset()
+            count = len(self._rows)
+        except Exception as error:
+            raise ConfigError(
+                f"verifiers cannot make the environment {options.env!r} with the args "
+                f"{options.args!r}: {type(error).__name__}: {error}"
+            ) from error
+        if not count:
+            raise ConfigError(f"the environment {options.env!r} of verifiers has no rows")
+        if getattr(self._env, "requires_group_rollouts", False):
+            raise ConfigError(
+                f"the environment {options.env!r} of verifiers has reward functions of a whole "
+                "group, and an episode is scored alone",
+                remedy="give it a rubric of functions of one rollout",
+            )
+
+    def row(self, prompt: int) -> dict[str, Any]:
+        """The prompt's row, by its number modulo theirs."""
+        return dict(self._rows[prompt % len(self._rows)])
+
+    async def play(self, row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+        """Play an episode; its reward, and the rubric's metrics."""
+        if self._shared is None:
+            # One for all episodes of the event loop: making one takes 50 ms.
+            self._shared = self._open(
+                base_url=base_url, api_key=api_key, timeout=_PATIENCE_SECONDS, max_retries=0
+            )
+        client = self._client_of(self._shared.with_options(base_url=base_url, api_key=api_key))
+        sampling = copy.deepcopy(self._env.sampling_args)
+        played = await self._env.run_rollout(row, client, MODEL, sampling)
+        if error := played.get("error"):
+            told = error.get("error_chain_str", error) if isinstance(error, Mapping) else error
+            if _EMPTY in str(told):
+                # The policy's own fault, which it is to learn from.
+                return {"reward": 0.0, "outcome": "empty_answer"}
+            raise EarlError(f"verifiers' episode failed: {told}")
+        metrics = (played.get("metrics") or {}).items()
+        return {
+            "reward": played["reward"],
+            "outcome": str(played.get("stop_condition") or "completed"),
+            "metrics": {
+                name: float(value)
+                for name, value in metrics
+                if isinstance(value, int | float) and math.isfinite(value)
+            },
+        }
+
+
+class _Signals:
+    """The module `signal`, but for setting handlers."""
+
+    def signal(self, number: int, handler: Any) -> None:
+        """Set none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(signal, name)

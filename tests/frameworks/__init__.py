@@ -1,0 +1,1 @@
+"""Popular frameworks for agents, each in a Python of its own, against the gateway."""
