@@ -28,6 +28,8 @@ BUILT_IN: dict[str, str] = {
     "reasoning_gym": "earl_core.environments.adapters.reasoning_gym:ReasoningGymEnvironment",
     "openenv": "earl_core.environments.adapters.openenv:OpenEnv",
     f"{PREFIX}program": "earl_core.environments.adapters.program:Program",
+    f"{PREFIX}task_directories": "earl_core.environments.task_directories.environment"
+    ":TaskDirectories",
     f"{PREFIX}verifiers": "earl_core.environments.adapters.verifiers:Verifiers",
 }
 _AGENTS = [each.removeprefix(PREFIX) for each in BUILT_IN if each.startswith(PREFIX)]
