@@ -80,7 +80,7 @@ class EnvironmentConfig(Settings):
         default=None,
         description="Instead of a name: the import path `package.module:function` of an agent, "
         "which is called as run(task, base_url, api_key) and returns the reward; or program (a "
-        "command or a service), or verifiers.",
+        "command or a service), task_directories (of Harbor or Terminal-Bench), or verifiers.",
     )
     options: Options = Field(
         default_factory=dict,

@@ -129,9 +129,7 @@ class Container:
         return printed.partition("\n")[2] if printed else None
 
 
-def started(
-    name: str, image: str, task: Task, network: str, mounts: Sequence[str]
-) -> list[str]:
+def started(name: str, image: str, task: Task, network: str, mounts: Sequence[str]) -> list[str]:
     """Arguments that start a task's container, which waits."""
     limits = [*(["--cpus", str(task.cpus)] if task.cpus else [])]
     limits += ["--memory", f"{task.memory_mb}m"] if task.memory_mb else []
@@ -161,6 +159,5 @@ async def _docker(words: Sequence[str], given: str = "") -> str:
 
 
 def _own() -> dict[str, str]:
-    import os
 
     return dict(os.environ)

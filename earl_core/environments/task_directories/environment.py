@@ -48,7 +48,7 @@ class TaskDirectoryOptions(Options):
         container of the task's image.
     run_instructions: what the runtime subprocess does about a Dockerfile's RUN: refuse, or skip
         where the host has what they install.
-    timeout_multiplier: of the time limits that tasks have.
+    timeout_multiplier: factor of the time limits that tasks have.
     variables: further variables of the command.
     network: docker's network of containers.
     mounts: folders of the host that containers read, HOST:CONTAINER.

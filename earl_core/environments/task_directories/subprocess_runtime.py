@@ -163,8 +163,8 @@ def _image(task: Task, skip: bool) -> Image:
 
 
 def _absolute(word: str) -> str:
-    """A word that is a file of the folder where the run began, as the path that holds in another."""
-    return os.path.abspath(word) if "/" not in word[:1] and os.path.isfile(word) else word
+    """A word that is a file of the folder where the run began, as a path that holds anywhere."""
+    return os.path.abspath(word) if os.path.isfile(word) else word
 
 
 def _needed(command: Sequence[str]) -> list[str]:
@@ -186,8 +186,8 @@ def _hidden(tasks: Sequence[Task], path: Path, needed: Sequence[str]) -> list[st
     for folder in folders:
         if any(each == folder or each.startswith(f"{folder}/") for each in needed):
             raise ConfigError(
-                f"the agent, or the folder of the run, lies in the task directory {folder!r}, whose "
-                "tests it must not see",
+                f"the agent, or the folder of the run, lies in the task directory {folder!r}, "
+                "whose tests it must not see",
                 remedy="move it out, or begin the run in another folder",
             )
     return folders
