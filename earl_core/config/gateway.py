@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from earl_core.config.environment import EnvironmentConfig
 from earl_core.system.certificates import check_certificate
+from earl_core.system.errors import ConfigError
 from earl_core.system.settings import Settings
 
 _LAST_PORT = 65535
@@ -38,27 +41,27 @@ class GatewayConfig(Settings):
         "get as base_url, with the episode's name and /v1 behind it. None: agents get the "
         "loopback.",
     )
-    certificate: str | None = Field(
+    certificate_file: str | None = Field(
         default=None,
         description="PEM file of the certificate, with those between it and its authority, on each "
         "host that has engines.",
     )
-    key: str | None = Field(
+    key_file: str | None = Field(
         default=None, description="PEM file of the certificate's private key, without a passphrase."
     )
 
     @model_validator(mode="after")
     def _safe(self) -> GatewayConfig:
-        if bool(self.certificate) != bool(self.key):
+        if bool(self.certificate_file) != bool(self.key_file):
             raise ValueError(
-                "rollout.gateway.certificate and rollout.gateway.key belong together: give both, "
+                "rollout.gateway.certificate_file and rollout.gateway.key_file belong together: give both, "
                 "or neither"
             )
-        if not _is_loopback(self.host) and not self.certificate:
+        if not _is_loopback(self.host) and not self.certificate_file:
             raise ValueError(
                 f"rollout.gateway.host {self.host!r} is not the loopback, and there is no TLS, so "
-                "keys and episodes could be read on the way: give rollout.gateway.certificate and "
-                "rollout.gateway.key"
+                "keys and episodes could be read on the way: give rollout.gateway.certificate_file and "
+                "rollout.gateway.key_file"
             )
         if self.public_url is None:
             if self.model_dump(exclude_defaults=True):
@@ -73,7 +76,7 @@ class GatewayConfig(Settings):
                 f"rollout.gateway.public_url {self.public_url!r} is not the loopback, and has no "
                 "TLS, so keys and episodes could be read on the way: begin it with https://"
             )
-        if parts.scheme == "http" and self.certificate:
+        if parts.scheme == "http" and self.certificate_file:
             raise ValueError(
                 f"rollout.gateway.public_url {self.public_url!r} has no TLS, which the listener "
                 "speaks with its certificate: begin it with https://"
@@ -103,11 +106,19 @@ class GatewayConfig(Settings):
         return int(first), int(last or first)
 
 
-def check_gateway(config: GatewayConfig) -> None:
-    """Raise `ConfigError` unless agents could connect with its certificate, now."""
-    if config.certificate and config.key and config.public_url:
+def check_gateway(config: GatewayConfig, played: Iterable[EnvironmentConfig]) -> None:
+    """Raise `ConfigError` unless agents could connect with its certificate, now, and containers at
+    all. played: the environments of the run."""
+    for each in played:
+        docker = each.agent == "task_directories" and each.options.get("runtime") == "docker"
+        if docker and not config.public_url and each.options.get("network") != "host":
+            raise ConfigError(
+                "containers of task_directories do not reach the gateway on the loopback",
+                remedy="set rollout.gateway.public_url, or environment.options.network to host",
+            )
+    if config.certificate_file and config.key_file and config.public_url:
         host = urlsplit(config.public_url.replace(PORT, "1")).hostname
-        check_certificate(Path(config.certificate), Path(config.key), host)
+        check_certificate(Path(config.certificate_file), Path(config.key_file), host)
 
 
 def _is_loopback(host: str) -> bool:

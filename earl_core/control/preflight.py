@@ -67,7 +67,8 @@ def preflight(
     preload_ranks(hosts)
     # From here on this process hides what they lead to.
     check_references(config)
-    check_gateway(config.rollout.gateway)
+    suites = config.evaluation.suites
+    check_gateway(config.rollout.gateway, [*config.played.values(), *suites])
     hardware = hardware_of(hosts, config.cluster.fewest)
     model = None
     if (Path(begins.model.path) / "config.json").is_file():

@@ -33,6 +33,8 @@ def main() -> None:
         os.symlink("/etc", "/logs")
         os.mkdir("/tests")
         Path("/tests/test.sh").write_text("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
+    elif does == "exit 1":
+        Path("/logs/verifier/reward.txt").write_text("1")
     elif does == "hangs":
         subprocess.Popen(["sleep", "3611"], start_new_session=True)
         time.sleep(3600)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.environments.hosting.pool import EnvironmentPool, write_host_archive
 from earl_core.environments.registry import check
 from earl_core.environments.task_directories import scratch
 from earl_core.environments.task_directories.docker_runtime import executed, started
@@ -26,6 +26,8 @@ from earl_core.trajectory.samples import Episode
 from tests.rollout.asking import answering, limits
 from tests.rollout.test_gateway import played
 
+OTHER_USER = 61234
+SYSTEM_PYTHON = "/usr/bin/python3"
 SLEEPS = ("3610", "3611", "3612")
 AGENT = str(Path(__file__).with_name("task_agent.py"))
 COMMAND = [sys.executable, "-S", AGENT]
@@ -191,6 +193,54 @@ def test_an_episode_ends_whole_whatever_its_agent_does(tmp_path: Path) -> None:
     harbor(tasks / "hangs", "hangs", SOLVED, "[verifier]\ntimeout_sec = 1\n")
     (late,) = play(tasks, 2.0).values()
     assert late.finish_reason == "environment_timeout"
+    check_nothing_is_left()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path(SYSTEM_PYTHON).exists(),
+    reason="only root becomes another user, who needs a Python to read",
+)
+@pytest.mark.usefixtures("no_namespaces")
+def test_another_user_plays_under_a_python_that_has_nothing_of_ours(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="earl-other-", dir="/tmp"))
+    try:
+        folder.chmod(0o755)
+        write_host_archive(folder).chmod(0o644)
+        task = harbor(folder / "tasks" / "one", "nothing", SOLVED)
+        (task / "tests" / "test.sh").chmod(0o644)
+        (folder / "agent.sh").write_text(
+            "test $(id -u) = 0 && echo yes > solved.txt; mkdir closed; touch closed/file\n"
+            "chmod 0 closed; setsid sleep 3610 & \n"
+        )
+        (folder / "work").mkdir()
+        os.chown(folder / "work", OTHER_USER, OTHER_USER)
+        program = (
+            "import asyncio, os, sys; sys.path.insert(0, sys.argv[1] + '/environment_host.pyz')\n"
+            "from earl_core.environments.registry import create\n"
+            "options = {'path': sys.argv[1] + '/tasks', 'command': ['sh', sys.argv[1] + "
+            "'/agent.sh']}\n"
+            "made = create('agent:task_directories', options)\n"
+            "made.policy = {'base_url': 'http://127.0.0.1:1/v1', 'api_key': 'k'}\n"
+            "made.reset(0, 0)\n"
+            "print(asyncio.run(made.step('')).reward, os.listdir(sys.argv[1] + '/work'))\n"
+        )
+        done = subprocess.run(
+            [SYSTEM_PYTHON, "-c", program, str(folder)],
+            cwd="/",
+            env={"PATH": os.defpath, "TMPDIR": str(folder / "work")},
+            user=OTHER_USER,
+            group=OTHER_USER,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        if "user namespaces" in done.stderr:
+            pytest.skip(done.stderr[-300:])
+        assert done.stdout == "1.0 []\n", done.stderr
+    finally:
+        shutil.rmtree(folder)
     check_nothing_is_left()
 
 

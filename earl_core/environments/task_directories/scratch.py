@@ -23,7 +23,6 @@ from earl_core.environments.task_directories.dockerfile import Image
 from earl_core.environments.task_directories.task import Task
 from earl_core.environments.tools.sandbox import view
 from earl_core.system.errors import NotOurs
-from earl_core.system.files import remove
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +232,7 @@ def _clear(path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             _remove(path)
         else:
-            remove(path)
+            path.unlink()
 
 
 def read_reward(root: Path, name: str) -> str | None:

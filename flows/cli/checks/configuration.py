@@ -77,7 +77,8 @@ def references(config: RunConfig) -> Iterator[Finding]:
 
 def gateway(config: RunConfig) -> Iterator[Finding]:
     """Check the certificate that agents elsewhere are shown."""
-    check_gateway(config.rollout.gateway)
+    suites = config.evaluation.suites
+    check_gateway(config.rollout.gateway, [*config.played.values(), *suites])
     yield from ()
 
 
