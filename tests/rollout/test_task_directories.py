@@ -126,6 +126,8 @@ def test_tests_say_the_reward_and_what_they_do_wrong_costs_their_own_episode(
 def test_an_agent_has_the_files_of_its_task_and_sees_no_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The folder where the run began is shown, and in it that of the tasks is not.
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OF_THE_TRAINER", "SESAME")
     tasks = tmp_path / "tasks"
     wanted = {
