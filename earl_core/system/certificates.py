@@ -22,7 +22,7 @@ def check_certificate(certificate: Path, key: Path, host: str | None) -> None:
             read_file(path, follow_links=True)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be read ({error.strerror})", remedy="correct the path"
+                f"the file {path} cannot be read ({error.strerror})", remedy="correct the path"
             ) from error
     try:
         first = x509.load_pem_x509_certificates(certificate.read_bytes())[0]
