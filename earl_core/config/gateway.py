@@ -41,27 +41,27 @@ class GatewayConfig(Settings):
         "get as base_url, with the episode's name and /v1 behind it. None: agents get the "
         "loopback.",
     )
-    certificate_file: str | None = Field(
+    certfile: str | None = Field(
         default=None,
         description="PEM file of the certificate, with those between it and its authority, on each "
         "host that has engines.",
     )
-    key_file: str | None = Field(
+    keyfile: str | None = Field(
         default=None, description="PEM file of the certificate's private key, without a passphrase."
     )
 
     @model_validator(mode="after")
     def _safe(self) -> GatewayConfig:
-        if bool(self.certificate_file) != bool(self.key_file):
+        if bool(self.certfile) != bool(self.keyfile):
             raise ValueError(
-                "rollout.gateway.certificate_file and rollout.gateway.key_file belong together: give both, "
-                "or neither"
+                "rollout.gateway.certfile and rollout.gateway.keyfile belong together: "
+                "give both, or neither"
             )
-        if not _is_loopback(self.host) and not self.certificate_file:
+        if not _is_loopback(self.host) and not self.certfile:
             raise ValueError(
                 f"rollout.gateway.host {self.host!r} is not the loopback, and there is no TLS, so "
-                "keys and episodes could be read on the way: give rollout.gateway.certificate_file and "
-                "rollout.gateway.key_file"
+                "keys and episodes could be read on the way: give "
+                "rollout.gateway.certfile and rollout.gateway.keyfile"
             )
         if self.public_url is None:
             if self.model_dump(exclude_defaults=True):
@@ -76,7 +76,7 @@ class GatewayConfig(Settings):
                 f"rollout.gateway.public_url {self.public_url!r} is not the loopback, and has no "
                 "TLS, so keys and episodes could be read on the way: begin it with https://"
             )
-        if parts.scheme == "http" and self.certificate_file:
+        if parts.scheme == "http" and self.certfile:
             raise ValueError(
                 f"rollout.gateway.public_url {self.public_url!r} has no TLS, which the listener "
                 "speaks with its certificate: begin it with https://"
@@ -116,9 +116,9 @@ def check_gateway(config: GatewayConfig, played: Iterable[EnvironmentConfig]) ->
                 "containers of task_directories do not reach the gateway on the loopback",
                 remedy="set rollout.gateway.public_url, or environment.options.network to host",
             )
-    if config.certificate_file and config.key_file and config.public_url:
+    if config.certfile and config.keyfile and config.public_url:
         host = urlsplit(config.public_url.replace(PORT, "1")).hostname
-        check_certificate(Path(config.certificate_file), Path(config.key_file), host)
+        check_certificate(Path(config.certfile), Path(config.keyfile), host)
 
 
 def _is_loopback(host: str) -> bool:

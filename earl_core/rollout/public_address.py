@@ -24,6 +24,6 @@ class PublicAddress:
         """None where agents are on the loopback."""
         if config.public_url is None:
             return None
-        files = (config.certificate_file, config.key_file)
+        files = (config.certfile, config.keyfile)
         paths = (None if each is None else Path(each) for each in files)
         return cls(config.host, config.port_range, config.public_url, *paths)

@@ -58,6 +58,7 @@ def _look(task: dict[str, object]) -> None:
         "variable": os.environ["OF_IMAGE"],
         "secret": "OF_THE_TRAINER" in os.environ,
         "tests": os.path.exists("/tests"),
+        "named": Path(os.environ["NAMED"]).read_text(),
         "tasks": os.listdir(str(os.environ["TASKS"])) if os.path.isdir(os.environ["TASKS"]) else [],
         "others": [each for each in os.listdir("/tmp") if each.startswith("earl-tasks")],
         "processes": len([each for each in os.listdir("/proc") if each.isdecimal()]),

@@ -29,8 +29,8 @@ SCRIPT = str(Path(__file__).with_name("program_agent.py"))
 
 
 class Files(NamedTuple):
-    certificate_file: str
-    key_file: str
+    certfile: str
+    keyfile: str
 
 
 def files(folder: Path, name: str = "one", days: int = 2, address: str = "127.0.0.1") -> Files:
@@ -53,11 +53,11 @@ def files(folder: Path, name: str = "one", days: int = 2, address: str = "127.0.
         .sign(key, hashes.SHA256())
     )
     paths = Files(str(folder / f"{name}.pem"), str(folder / f"{name}.key"))
-    Path(paths.certificate_file).write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    Path(paths.certfile).write_bytes(made.public_bytes(serialization.Encoding.PEM))
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    Path(paths.key_file).write_bytes(private)
+    Path(paths.keyfile).write_bytes(private)
     return paths
 
 
@@ -81,7 +81,7 @@ def test_a_program_elsewhere_asks_over_tls_and_others_are_refused(one: Files) ->
         options = {"command": command, "task": {"does": ["number"]}, "variables": variables}
         return asyncio.run(played(answering(), "program", 2, settings, options))[0]
 
-    for episode in play(SSL_CERT_FILE=one.certificate_file):
+    for episode in play(SSL_CERT_FILE=one.certfile):
         assert (episode.finish_reason, episode.total_reward) == ("done", 0.25), episode.info
         assert episode.samples[0].tokens
     for episode in play(SSL_CERT_FILE="/dev/null"):
@@ -91,7 +91,7 @@ def test_a_program_elsewhere_asks_over_tls_and_others_are_refused(one: Files) ->
 
 def test_gateways_of_a_process_share_a_port_and_each_answers_for_its_sessions(one: Files) -> None:
     public = PublicAddress.of(config(one))
-    trusting = ssl.create_default_context(cafile=one.certificate_file)
+    trusting = ssl.create_default_context(cafile=one.certfile)
 
     async def run() -> None:
         settings = limits(public=public)
@@ -143,7 +143,7 @@ def test_ports_of_a_range_are_taken_in_turn(one: Files) -> None:
         ({"host": "trainer.example", "public_url": "https://x:{port}"}, "is not the loopback"),
         ({"host": "::", "public_url": "https://x:{port}"}, "is not the loopback"),
         ({"public_url": "http://trainer.example:{port}"}, "has no TLS, so keys and episodes"),
-        ({"certificate_file": "x"}, "belong together"),
+        ({"certfile": "x"}, "belong together"),
         ({"ports": "8100"}, "public_url is missing"),
         ({"ports": "8100-8000", "public_url": "https://x:{port}"}, "the first and the last"),
         ({"ports": "0", "public_url": "https://x:{port}"}, "the first and the last"),
@@ -152,7 +152,7 @@ def test_ports_of_a_range_are_taken_in_turn(one: Files) -> None:
         ({"ports": "8100-8101", "public_url": "https://x:8100"}, "does not say which port"),
         ({"public_url": "x:{port}"}, "should match pattern"),
         (
-            {"certificate_file": "x", "key_file": "y", "public_url": "http://127.0.0.1:{port}"},
+            {"certfile": "x", "keyfile": "y", "public_url": "http://127.0.0.1:{port}"},
             "which the listener speaks",
         ),
     ],
@@ -190,12 +190,12 @@ def test_files_of_tls_are_checked_before_work(tmp_path: Path, one: Files) -> Non
             check_gateway(config(given, **options), [])
         return str(caught.value)
 
-    assert "cannot be read (No such file" in refused(one, certificate_file=str(tmp_path / "no"))
-    assert "cannot be read (No such file" in refused(one, key_file=str(tmp_path / "no"))
-    assert "holds no certificate in PEM form" in refused(one, certificate_file=one.key_file)
+    assert "cannot be read (No such file" in refused(one, certfile=str(tmp_path / "no"))
+    assert "cannot be read (No such file" in refused(one, keyfile=str(tmp_path / "no"))
+    assert "holds no certificate in PEM form" in refused(one, certfile=one.keyfile)
     other = files(tmp_path, "other")
-    assert "is not the key of the certificate" in refused(one, key_file=other.key_file)
-    assert "is not the key of the certificate" in refused(one, key_file=one.certificate_file)
+    assert "is not the key of the certificate" in refused(one, keyfile=other.keyfile)
+    assert "is not the key of the certificate" in refused(one, keyfile=one.certfile)
     assert "and not now: renew it" in refused(files(tmp_path, "old", days=-1))
     assert "and not now" in refused(files(tmp_path, "new", days=30))
     told = refused(one, public_url="https://elsewhere.example:{port}")

@@ -127,13 +127,14 @@ def test_an_agent_has_the_files_of_its_task_and_sees_no_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The folder where the run began is shown, and in it that of the tasks is not.
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "begun").mkdir()
+    tasks = tmp_path / "begun" / "tasks"
+    monkeypatch.chdir(tmp_path / "begun")
     monkeypatch.setenv("OF_THE_TRAINER", "SESAME")
-    tasks = tmp_path / "tasks"
     wanted = {
         "files": ["a b.bin", "deep folder", "link", "solved.txt"], "bytes": [0, 255, 10],
         "link": "a b.bin", "runs": "it runs\n", "variable": "two words", "secret": False,
-        "tests": False, "tasks": [], "others": [],
+        "tests": False, "tasks": [], "others": [], "named": "of a variable",
     }  # fmt: skip
     looks = harbor(
         tasks / "looks",
@@ -165,7 +166,8 @@ def test_an_agent_has_the_files_of_its_task_and_sees_no_tests(
     bench = "ls $TEST_DIR/test_outputs.py && test -f solved.txt && "
     terminal_bench(tasks / "bench", "solves", bench + "test ! -e tests -a ! -e solution.sh")
     terminal_bench(tasks / "bench wrong", "solves", "exit 1")
-    found = play(tasks)
+    (tmp_path / "named.pem").write_text("of a variable")
+    found = play(tasks, variables={"NAMED": str(tmp_path / "named.pem")})
     for name, reward in (("looks", 1.0), ("bench", 1.0), ("bench wrong", 0.0)):
         assert (found[name].finish_reason, found[name].total_reward) == ("done", reward), found[
             name

@@ -167,7 +167,8 @@ class _World:
             self.runtime = DockerRuntime(options.command, options.network, options.mounts)
         else:
             skip = options.run_instructions == "skip"
-            self.runtime = SubprocessRuntime(self.tasks, path, options.command, skip)
+            variables = options.variables or {}
+            self.runtime = SubprocessRuntime(self.tasks, path, options.command, variables, skip)
             sweep()
         self.runtime.probe(self.tasks[0])
         limits = [(each.agent_seconds or 0.0) + each.test_seconds for each in self.tasks]

@@ -39,15 +39,22 @@ _PASSED = (
 
 
 class SubprocessRuntime:
-    """hidden: folders that hold tests. command: what will run. skip: whether the host already has
-    what RUN instructions install. Raises ConfigError for a task that cannot be played so."""
+    """path: the folder of the tasks. command: what will run. variables: of it; files that they
+    name are there. skip: whether the host already has what RUN instructions install. Raises
+    ConfigError for a task that cannot be played so."""
 
     def __init__(
-        self, tasks: Sequence[Task], path: Path, command: Sequence[str], skip: bool
+        self,
+        tasks: Sequence[Task],
+        path: Path,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        skip: bool,
     ) -> None:
         self._images = {task.directory: _image(task, skip) for task in tasks}
         self.command = [_absolute(each) for each in command]
-        needed = _needed(self.command)
+        passed = [os.environ[name] for name in _PASSED if name in os.environ]
+        needed = _needed(self.command, [*passed, *variables.values()])
         self._shown = [
             each for each in needed if not any(each.startswith(f"{above}/") for above in needed)
         ]
@@ -167,10 +174,13 @@ def _absolute(word: str) -> str:
     return os.path.abspath(word) if os.path.isfile(word) else word
 
 
-def _needed(command: Sequence[str]) -> list[str]:
-    """Paths of the host that the agent needs."""
+def _needed(command: Sequence[str], values: Sequence[str]) -> list[str]:
+    """Paths of the host that the agent needs. values: of variables, which may name a file, such as
+    that of certificates."""
     wanted = {os.getcwd(), sys.prefix, sys.base_prefix}
-    wanted |= {word for word in command if word.startswith("/") and os.path.isfile(word)}
+    wanted |= {
+        word for word in [*command, *values] if word.startswith("/") and os.path.isfile(word)
+    }
     if program := shutil.which(command[0]):
         wanted.add(program)
     wanted |= {os.path.realpath(each) for each in wanted}
