@@ -40,7 +40,8 @@ def _of_environment(key: str, environment: EnvironmentConfig) -> dict[str, str]:
         "name": environment.name, "options": environment.options, "tools": environment.tools,
     })  # fmt: skip
     command = environment.options.get("command")
-    if environment.agent == "program" and isinstance(command, list | tuple):
+    runs = environment.agent in ("program", "task_directories")
+    if runs and isinstance(command, list | tuple):
         found[f"{key}.options.command"] = " ".join(map(str, command))
     elif environment.agent is not None:
         found[f"{key}.agent"] = environment.agent

@@ -81,7 +81,8 @@ class EnvironmentConfig(Settings):
         default=None,
         description="Instead of a name: the import path `package.module:function` of an agent, "
         "which is called as run(task, base_url, api_key) and returns the reward; or program (a "
-        "command or a service), verifiers, or verifiers_classic.",
+        "command or a service), task_directories (of Harbor or Terminal-Bench), verifiers, or "
+        "verifiers_classic.",
     )
     train: Literal["policy", "all"] = Field(
         default="policy",

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from earl_core.config.gateway import GatewayConfig
 from earl_core.system.settings import Settings
 
 ToolFormatName = Literal[
@@ -186,6 +187,11 @@ class RolloutConfig(Settings):
     )
     requests: RequestsConfig = Field(
         default=RequestsConfig(), description="Requests of agents to the gateway."
+    )
+    gateway: GatewayConfig = Field(
+        default=GatewayConfig(),
+        description="Where agents in containers and on other machines reach the policy; by default "
+        "they do not.",
     )
     drafts: DraftsConfig | None = Field(
         default=None,

@@ -78,6 +78,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
             del played["train"]
     for suite in suites:
         del suite["gate"]
+    # An address decides nothing that is played.
+    whole.get("rollout", {}).pop("gateway", None)
     if (stages := whole.get("stages", {})).get("placement", "") is None:
         # Its default had a name before the selector could choose another.
         stages["placement"] = "colocated"

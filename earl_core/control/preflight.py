@@ -16,6 +16,7 @@ from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.config.feasibility import check_devices, check_stages
+from earl_core.config.gateway import check_gateway
 from earl_core.control.ancestor import Ancestor, beginning
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import hardware_of
@@ -66,6 +67,8 @@ def preflight(
     preload_ranks(hosts)
     # From here on this process hides what they lead to.
     check_references(config)
+    suites = config.evaluation.suites
+    check_gateway(config.rollout.gateway, [*config.played.values(), *suites])
     hardware = hardware_of(hosts, config.cluster.fewest)
     model = None
     if (Path(begins.model.path) / "config.json").is_file():

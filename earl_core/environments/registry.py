@@ -29,6 +29,8 @@ BUILT_IN: dict[str, str] = {
     "reasoning_gym": "earl_core.environments.adapters.reasoning_gym:ReasoningGymEnvironment",
     "openenv": "earl_core.environments.adapters.openenv:OpenEnv",
     f"{PREFIX}program": "earl_core.environments.adapters.program:Program",
+    f"{PREFIX}task_directories": "earl_core.environments.task_directories.environment"
+    ":TaskDirectories",
     f"{PREFIX}verifiers": "earl_core.environments.adapters.verifiers:Verifiers",
     f"{PREFIX}verifiers_classic": (
         "earl_core.environments.adapters.verifiers_classic:VerifiersClassic"

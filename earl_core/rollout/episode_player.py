@@ -18,6 +18,7 @@ from earl_core.rollout.chat.conversation import Conversation
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Answer, Tools
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.errors import ContextOverflow
+from earl_core.rollout.public_address import PublicAddress
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import EpisodeSpec, Sample, anchor_of, derive_seed
@@ -34,6 +35,7 @@ class PlaySettings:
     long an agent waits for an answer. episode_seconds: how long an episode of the built-in loop
     takes, by the `clock`, in seconds. constrained: how agents' requests for answers of a form are
     taken, as `rollout.requests` has it; where that is `engine`, `grammars` makes the model's.
+    public: where agents elsewhere reach the gateway.
     """
 
     max_turns: int
@@ -48,6 +50,7 @@ class PlaySettings:
     episode_seconds: float | None = None
     constrained: str = "free"
     grammars: Callable[[], Grammars] | None = None
+    public: PublicAddress | None = None
     clock: Callable[[], float] = time.monotonic
 
 

@@ -21,6 +21,7 @@ from earl_core.rollout.errors import EngineLost
 from earl_core.rollout.group_player import GroupPlayer
 from earl_core.rollout.group_record import GroupRecord
 from earl_core.rollout.mixture import Draw
+from earl_core.rollout.public_address import PublicAddress
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run.parked_groups import ParkedGroup, ParkedGroups
@@ -62,6 +63,7 @@ class GroupWorker(EngineWorker):
             positions=self._positions,
             constrained=rollout.requests.constrained,
             grammars=self._grammars if rollout.requests.constrained == "engine" else None,
+            public=PublicAddress.of(rollout.gateway),
         )
 
     def _specs(self, group: int, drawn: Draw, iteration: int) -> list[EpisodeSpec]:

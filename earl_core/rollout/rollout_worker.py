@@ -191,6 +191,7 @@ class RolloutWorker(GroupWorker):
             max_tokens_per_turn=None,
             max_tokens_per_episode=None,
             positions=None,
+            public=None,
         )
         async with Gateway(engine, chat, settings, LoadMeter(0), port) as gateway:
             await gateway.stand(key, self._context.cancelled.is_set)

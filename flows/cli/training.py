@@ -111,7 +111,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     """Refuse at once what cannot work, before a server or a worker is started. Raises `ConfigError`
     or `InUse`. The controller checks again, and more: this is the part that takes no rank."""
     settings = beginning(settings)
-    parts = [configuration.places, configuration.references]
+    parts = [configuration.places, configuration.references, configuration.gateway]
     parts += [configuration.model, configuration.teachers, configuration.stages]
     # The hosts of a cluster may have packages that this one lacks; the controller asks them.
     if settings.cluster.backend == "local":

@@ -39,6 +39,7 @@ NAMING: dict[str, dict[str, Any]] = {
         }
     },
     "program": {"environment": {"agent": "program", "options": {"command": ["./python"]}}},
+    "tasks": {"environment": {"agent": "task_directories", "options": {"command": ["x"]}}},
     "gymnasium": {"environment": {"name": "gymnasium", "options": {"id": "canary:Cart-v1"}}},
     "evaluation": {"evaluation": {"options": {"opponent": "canary:move"}}},
     "suite": {

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that knows how the examples' answers look."""
     phrases = [
         called("calculator", expression="1 * 2"), called("price", item="lamp"),
-        "#### 7", "7", "cad", "bad", "bug", "cog",
+        "#### 7", "7", "wc -l < notes.txt > answer.txt", "cad", "bad", "bug", "cog",
     ]  # fmt: skip
     return phrase_model(tmp_path_factory.mktemp("models") / "phrases", phrases)
 

@@ -45,7 +45,8 @@ async def played(
     seconds: float = 30.0,
 ) -> tuple[list[Episode], LoadMeter, EnvironmentPool]:
     chat = ChatTokenizer(char_tokenizer(CHATML))
-    name = f"agent:tests.rollout.agents:{agent}" if agent != "program" else "agent:program"
+    built_in = agent in ("program", "task_directories")
+    name = f"agent:{agent}" if built_in else f"agent:tests.rollout.agents:{agent}"
     pool = EnvironmentPool(name, options, step_timeout_seconds=seconds)
     await pool.start()
     meter = LoadMeter(count)

@@ -10,9 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -21,16 +19,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from earl_core.environments.adapters.run_program import (
+    PRINTED_CHARACTERS,
+    Ended,
+    policy_variables,
+    run_program,
+)
 from earl_core.environments.agent import POSTED, KeyTwice, episode_result, unique
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.options import Options
 from earl_core.system.child import bound
-from earl_core.system.last_words import LastWords
 
-_PRINTED_CHARACTERS = 2**16
 _ERROR_CHARACTERS = 2000
-_PIPE_SECONDS = 1.0
-_LOOK_SECONDS = 0.05
 
 
 class ProgramOptions(Options):
@@ -92,11 +92,12 @@ class Program:
             said = await _asked(self._options, {"task": self._task, **self.policy})
         else:
             with tempfile.TemporaryDirectory(prefix="earl-episode-") as directory:
-                code, said, errors = await self._run(Path(directory))
+                ended = await self._run(Path(directory))
             if self._options.reward == "exit_code":
-                return episode_result(float(code == 0))
-            if code:
-                raise _failure(f"the program ended with {_told(code)}: {errors or said}")
+                return episode_result(float(ended.code == 0))
+            if ended.code:
+                raise _failure(f"the program ended with {ended}")
+            said = ended.printed
         if self._options.reward == "posted":
             return StepResult([], 0.0, True, {POSTED: True})
         return episode_result(_reward(said))
@@ -104,63 +105,19 @@ class Program:
     def close(self) -> None:
         """Close nothing, because it holds nothing."""
 
-    async def _run(self, directory: Path) -> tuple[int, str, str]:
-        """Exit code, end of stdout, end of stderr. Cancelled, it kills the program's group."""
+    async def _run(self, directory: Path) -> Ended:
         given = json.dumps(self._task, ensure_ascii=False)
         task = directory / "task.json"
         task.write_text(given)
         (directory / "work").mkdir()
-        process = await asyncio.create_subprocess_exec(
-            *bound(self._options.command),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **self._variables(task), **(self._options.variables or {})},
-            start_new_session=True,
-        )
-        assert process.stdin
-        assert process.stdout
-        assert process.stderr
-        printed, errors = LastWords(_PRINTED_CHARACTERS), LastWords(_ERROR_CHARACTERS, _log)
-        reading = [
-            asyncio.create_task(printed.read(process.stdout)),
-            asyncio.create_task(errors.read(process.stderr)),
-        ]
-        try:
-            with contextlib.suppress(ConnectionError):
-                process.stdin.write(given.encode())
-                await process.stdin.drain()
-                process.stdin.close()
-            # `process.wait` waits for the pipes, too, which a child of the program may hold.
-            while process.returncode is None:
-                await asyncio.sleep(_LOOK_SECONDS)
-            _end_group(process.pid)
-            # A process that has left the group may hold the pipes.
-            await asyncio.wait(reading, timeout=_PIPE_SECONDS)
-            return process.returncode, printed.text, errors.text
-        finally:
-            _end_group(process.pid)
-            for each in reading:
-                each.cancel()
-
-    def _variables(self, task: Path) -> dict[str, str]:
-        url, key = self.policy["base_url"], self.policy["api_key"]
-        return {
-            "OPENAI_BASE_URL": url,
-            "OPENAI_API_BASE": url,
-            "OPENAI_API_KEY": key,
-            # Anthropic's clients add /v1.
-            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": key,
+        variables = {
+            **os.environ,
+            **policy_variables(self.policy),
             "EARL_TASK": str(task),
-            "EARL_DIRECTORY": str(task.parent / "work"),
+            "EARL_DIRECTORY": str(directory / "work"),
+            **(self._options.variables or {}),
         }
-
-
-def _end_group(group: int) -> None:
-    """Kill what is left of the program and what it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+        return await run_program(bound(self._options.command), given, variables)
 
 
 async def _asked(options: ProgramOptions, body: Mapping[str, Any]) -> str:
@@ -175,7 +132,7 @@ async def _asked(options: ProgramOptions, body: Mapping[str, Any]) -> str:
     def exchange() -> tuple[int, str]:
         connection.request("POST", path, json.dumps(body).encode(), headers)
         with connection.getresponse() as reply:
-            return reply.status, reply.read(_PRINTED_CHARACTERS).decode(errors="replace")
+            return reply.status, reply.read(PRINTED_CHARACTERS).decode(errors="replace")
 
     try:
         status, text = await asyncio.to_thread(exchange)
@@ -207,14 +164,6 @@ def _reward(said: str) -> Any:
     raise _failure(
         f"its last line is {last[:200]!r}: print the reward, a number or an object with `reward`"
     )
-
-
-def _told(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"signal {-code}"
-
-
-def _log(text: str) -> None:
-    sys.stderr.write(text)
 
 
 _failure = partial(EnvironmentFailed, -1, "exception")

@@ -157,6 +157,7 @@ def _serve(connection: socket.socket) -> None:
         given, seconds = (start["tools"], start["mcp"]), start["tool_timeout_seconds"]
         tools = loop.run_until_complete(registry.host_tools(*given, seconds))
         offered = tools.offered(made)
+        _check_time(made, start["timeout_seconds"])
     except BaseException as error:
         why = str(error)
         if not isinstance(error, ConfigError):
@@ -181,6 +182,18 @@ def _serve(connection: socket.socket) -> None:
     connection.setblocking(False)
     host = Host(name, options, start["timeout_seconds"], start["threads"], tools, concurrent)
     loop.run_until_complete(host.serve(connection))
+
+
+def _check_time(made: Any, seconds: float) -> None:
+    """Raise `ConfigError` where an episode would be ended before its own limits end it."""
+    longest = getattr(made, "longest_seconds", 0.0)
+    if longest > seconds:
+        raise ConfigError(
+            f"an episode may take {longest:g} s by the limits of its tasks, and is ended after "
+            f"{seconds:g} s",
+            remedy=f"set environment.episode_timeout_seconds to {longest:g} or more, or the option "
+            "timeout_multiplier to less",
+        )
 
 
 def _versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""The HTTP server of a rollout worker, on loopback: agents ask it for the policy's answers.
+"""The HTTP server of a rollout worker: agents ask it for the policy's answers.
 
+It listens on the loopback, and behind the `front` of its process where there is one.
 `endpoints` has what it answers. The key of a session is its episode's secret; a request without it
 is refused before its body is read.
 """
@@ -7,13 +8,11 @@ is refused before its body is read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
@@ -24,14 +23,11 @@ from earl_core.rollout.gateway.aside import Aside
 from earl_core.rollout.gateway.asked_prompts import AskedPrompts
 from earl_core.rollout.gateway.batches import Batches
 from earl_core.rollout.gateway.endpoints import Endpoints, refusal
+from earl_core.rollout.gateway.front import Front, Server, listen, server_config
 from earl_core.rollout.gateway.session import Session
 from earl_core.rollout.rollout_load import LoadMeter
 from earl_core.trajectory.samples import EpisodeSpec
 
-_BACKLOG = 4096
-_IDLE_SECONDS = 3600
-"""A connection is kept: an agent may be long with a tool, and its client need not ask again when a
-request meets the end of its connection."""
 _between: list[socket.socket] = []
 """Sockets that listen for no gateway at the moment, until the process ends: an agent that goes on
 after its rollout must not ask whoever takes its gateway's port, and do as he answers."""
@@ -63,13 +59,10 @@ class Gateway:
         self._batches = Batches(engine, askers, patience)
         self._aside, self._asked_prompts = Aside(chat), AskedPrompts()
         self._stood = 0
+        self._front: Front | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Gateway:
-        if self._port or not _between:
-            self._socket = socket.create_server(("127.0.0.1", self._port), backlog=_BACKLOG)
-        else:
-            self._socket = _between.pop()
         endpoints = Endpoints(
             self._engine,
             self._chat,
@@ -80,20 +73,23 @@ class Gateway:
             self._aside,
             self.failed,
         )
-        config = uvicorn.Config(
-            Starlette(routes=endpoints.routes, exception_handlers={HTTPException: refusal}),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-            timeout_keep_alive=_IDLE_SECONDS,
+        self._application = Starlette(
+            routes=endpoints.routes, exception_handlers={HTTPException: refusal}
         )
-        self._server = _Server(config)
+        if public := self._settings.public:
+            self._front = Front.join(public, self._application, self._sessions.__contains__)
+        if self._port or not _between:
+            self._socket = listen("127.0.0.1", self._port)
+        else:
+            self._socket = _between.pop()
+        self._server = Server(server_config(self._application))
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket.dup()]))
         return self
 
     async def __aexit__(self, *_: Any) -> None:
         self._server.should_exit = True
+        if self._front is not None:
+            await self._front.leave(self._application)
         await asyncio.wait({self._serving})
         if self._port:
             self._socket.close()
@@ -147,18 +143,16 @@ class Gateway:
         self._engine.finish(session.sequence_ids)
 
     def base_url(self, session: Session) -> str:
-        """Return the address that an agent's client takes as its `base_url`."""
+        """Return the address that a client on this host takes as its `base_url`."""
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}/{session.name}/v1"
 
     def address(self, session: Session) -> dict[str, str]:
-        """Return the address and the key for an agent, or an environment."""
+        """Return the address and the key for an environment, which is on this host."""
         return {"base_url": self.base_url(session), "api_key": session.key}
 
-
-class _Server(uvicorn.Server):
-    """A server in a process whose signals are not its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Take none."""
-        yield
+    def public_address(self, session: Session) -> dict[str, str]:
+        """Return the address and the key for an agent, which may be elsewhere."""
+        if self._front is None:
+            return self.address(session)
+        url = f"{self._front.url.rstrip('/')}/{session.name}/v1"
+        return {"base_url": url, "api_key": session.key}

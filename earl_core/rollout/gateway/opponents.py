@@ -52,6 +52,8 @@ async def play_against_policy(
     both sides are trained."""
     meter = meter or LoadMeter(len(specs))
     slots = slots or live_slots(settings, len(specs))
+    # Hosts of environments are on this host.
+    settings = replace(settings, public=None)
     if engine.lockstep:
         # One that waits for a thread would never ask.
         live = min(settings.max_live_episodes or pool.threads, pool.threads)

@@ -96,7 +96,7 @@ async def _attempt(
 ) -> Episode:
     spec, started = session.spec, clock()
     before = session.waits.seconds
-    address = gateway.address(session)
+    address = gateway.public_address(session)
     await pool.reset(spec.episode_id, spec.prompt_id, spec.environment_seed, address)
     try:
         result = await pool.step(spec.episode_id, "")

@@ -15,6 +15,7 @@ from pathlib import Path
 from earl_core.config import RunConfig, check_references
 from earl_core.config.code import named_code
 from earl_core.config.feasibility import check_devices, check_stages
+from earl_core.config.gateway import check_gateway
 from earl_core.control.ancestor import beginning
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
@@ -40,7 +41,7 @@ def check_configuration(config: RunConfig) -> Iterator[Finding]:
     except EarlError as error:
         yield refused(error)
         return
-    for part in (places, references, model, teachers, stages, environment):
+    for part in (places, references, gateway, model, teachers, stages, environment):
         try:
             yield from part(config)
         except ConfigError as error:
@@ -71,6 +72,13 @@ def places(config: RunConfig) -> Iterator[Finding]:
 def references(config: RunConfig) -> Iterator[Finding]:
     """Check that every secret can be had."""
     check_references(config)
+    yield from ()
+
+
+def gateway(config: RunConfig) -> Iterator[Finding]:
+    """Check the certificate that agents elsewhere are shown."""
+    suites = config.evaluation.suites
+    check_gateway(config.rollout.gateway, [*config.played.values(), *suites])
     yield from ()
 
 

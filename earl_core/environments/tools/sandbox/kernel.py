@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import platform
+from collections.abc import Container
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -94,9 +95,12 @@ def drop_capabilities() -> None:
     _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
-def bound_capabilities() -> None:
-    """Let no program give any; before a change of the user, after which this is not allowed."""
+def bound_capabilities(kept: Container[int] = ()) -> None:
+    """Let no program give any but the `kept`; before a change of the user, after which this is not
+    allowed."""
     for number in range(64):
+        if number in kept:
+            continue
         try:
             control(_BOUNDING_DROP, number)
         except OSError:  # past the last one, or not allowed to, who then has none anyway

@@ -153,9 +153,9 @@ def _in_namespaces(settings: Settings) -> list[str]:
         kernel.unshare(_SPACES)
     else:
         user = _INNER_USER
-        _own_users(user)
+        own_users(user, _SPACES)
     if first := os.fork():
-        _end_as(first)
+        end_as(first)
     kernel.die_with_parent(signal.SIGKILL)
     view.enter(settings.folder)
     if os.geteuid() == 0:
@@ -170,7 +170,7 @@ def _in_namespaces(settings: Settings) -> list[str]:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         kernel.show_own_files(False)
-        _end_as(code)
+        end_as(code)
     kernel.show_own_files(True)
     return lacking
 
@@ -203,9 +203,10 @@ def _filtered(settings: Settings) -> list[str]:
     return lacking
 
 
-def _own_users(user: int) -> None:
+def own_users(user: int, spaces: int) -> None:
+    """Enter new namespaces, of users too, where this process's user is `user`."""
     outer, group = os.geteuid(), os.getegid()
-    kernel.unshare(kernel.NEW_USERS | _SPACES)
+    kernel.unshare(kernel.NEW_USERS | spaces)
     for name, line in (
         ("setgroups", "deny"),
         ("uid_map", f"{user} {outer} 1"),
@@ -272,7 +273,7 @@ def _limit(settings: Settings, counted: bool) -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def _end_as(process: int) -> NoReturn:
+def end_as(process: int) -> NoReturn:
     """Wait for a child, and end as it does; those that lost their parents are waited for too."""
     while True:
         ended, status = os.waitpid(-1, 0)

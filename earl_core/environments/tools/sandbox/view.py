@@ -41,8 +41,8 @@ def enter(base: str) -> None:
     kernel.attach("tmpfs", base, "tmpfs", held, "mode=755,size=4m")
     for path in readable_paths():
         _bind(path, base)
-    for mounted in _mounts_below(base):
-        kernel.attach(None, mounted, None, _flags(mounted) | held | kernel.READ_ONLY)
+    for mounted in mounts_below(base):
+        kernel.attach(None, mounted, None, flags_of(mounted) | held | kernel.READ_ONLY)
     for path in DEVICES:
         _bind(path, base)
     for path, size in ((FOLDER, _FOLDER_BYTES), ("/dev/shm", _SHARED_BYTES)):
@@ -75,14 +75,16 @@ def _bind(path: str, base: str) -> None:
     kernel.attach(path, target, None, kernel.BIND | kernel.RECURSIVE)
 
 
-def _mounts_below(base: str) -> list[str]:
+def mounts_below(base: str) -> list[str]:
+    """List the mount points in the folder `base`, itself left out."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
         escaped = [line.split(" ", 5)[4] for line in stream]
     points = [re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), each) for each in escaped]
     return [each for each in points if each.startswith(f"{base}/")]
 
 
-def _flags(mounted: str) -> int:
+def flags_of(mounted: str) -> int:
+    """What changes a mount without taking off a flag that it has."""
     had = os.statvfs(mounted).f_flag
     kept = sum(new for old, new in _KEPT_FLAGS.items() if had & old)
     return kernel.REMOUNT | kernel.BIND | kept

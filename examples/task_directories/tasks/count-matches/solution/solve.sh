@@ -1,0 +1,2 @@
+#!/bin/sh
+grep -c error log.txt > answer.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+[ "$(tr -d " " < /app/answer.txt)" = "$(cat "$TEST_DIR/right.txt")" ]

@@ -1,0 +1,2 @@
+#!/bin/sh
+wc -w < notes.txt > answer.txt

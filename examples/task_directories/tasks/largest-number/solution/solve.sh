@@ -1,0 +1,2 @@
+#!/bin/sh
+sort -n numbers.txt | tail -1 > answer.txt
