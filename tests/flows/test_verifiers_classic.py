@@ -101,7 +101,7 @@ def test_it_trains(python: str, runs: Runs) -> None:
         f"environment.python={python}",
     )
     # A model of random weights is right now and then.
-    assert max(line["update/gradient_norm"] for line in runs.metrics()) > 0.0
+    assert max(line["update/grad_norm"] for line in runs.metrics()) > 0.0
     for line in runs.metrics():
         assert line["rollout/episodes_failed"] == 0.0
         assert line["rollout/new_sample_share"] == 0.0
