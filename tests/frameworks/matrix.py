@@ -39,14 +39,14 @@ class Tried:
 
     requirements: for pip, the framework first. agent: in `agents`. says: the model's answers in an
     episode. samples: of an episode, several where the framework does not just append messages.
-    in_ci: tried by `make test-slow`.
+    locked: file of `locks/` whose versions `make test-slow` tries.
     """
 
     requirements: tuple[str, ...]
     agent: str
     says: tuple[str, ...]
     samples: int = 1
-    in_ci: bool = False
+    locked: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -79,10 +79,15 @@ MATRIX = {
         (FIND, COUNT, call("final_result", name="Bern", people=PEOPLE)),
     ),
     "langgraph": Tried(
-        ("langgraph", "langchain", "langchain-openai"), "langgraph", TOOLS, in_ci=True
+        ("langgraph", "langchain", "langchain-openai"), "langgraph", TOOLS, locked="langgraph.txt"
     ),
     "openai-agents, Responses": Tried(
-        _OPENAI, "openai_agents", HAND_OFF, 2, in_ci=True, options={"api": "responses"}
+        _OPENAI,
+        "openai_agents",
+        HAND_OFF,
+        2,
+        locked="openai-agents.txt",
+        options={"api": "responses"},
     ),
     "openai-agents, chat": Tried(_OPENAI, "openai_agents", HAND_OFF, 2, options={"api": "chat"}),
     "dspy": Tried(

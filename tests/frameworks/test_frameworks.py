@@ -1,32 +1,41 @@
 """Agents of popular frameworks, unchanged: every call is recorded exactly.
 
 Each framework is the newest of the package index, in a Python of its own that is kept between
-sessions of tests (`tests/foreign.py`).
+sessions of tests (`tests/foreign.py`). Two are in the slow set, with the versions of `locks/`,
+because a release of theirs is no change of ours.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.foreign import newest_python
-from tests.frameworks.matrix import MATRIX, Tried
+from tests.frameworks.matrix import MATRIX
 from tests.frameworks.recording import Scripted, Wire, check_recorded, played
 
 pytestmark = pytest.mark.slow
 
 
-def marks(tried: Tried) -> Any:
-    return () if tried.in_ci else pytest.mark.campaign
+LOCKS = Path(__file__).parent / "locks"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=marks(tried)) for name, tried in MATRIX.items()]
-)
-def test_every_call_is_recorded_exactly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def cases() -> Any:
+    for name, tried in MATRIX.items():
+        yield pytest.param(name, "", marks=pytest.mark.campaign, id=name)
+        if tried.locked:
+            yield pytest.param(name, tried.locked, id=f"{name}, locked")
+
+
+@pytest.mark.parametrize(("name", "locked"), cases())
+def test_every_call_is_recorded_exactly(
+    name: str, locked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried = MATRIX[name]
-    python, version = newest_python(*tried.requirements)
+    exact = (LOCKS / locked).read_text().split() if locked else ()
+    python, version = newest_python(*tried.requirements, *exact)
     print(f"{name}: {version}")
     wire, engine = Wire(monkeypatch), Scripted(tried.says)
     episodes = played(f"tests.frameworks.agents:{tried.agent}", python, tried.options, engine)
