@@ -94,7 +94,8 @@ class Run:
         """For people."""
         if not self.staleness:
             return "synchronous"
-        return f"{self.config.schedule.mode} {self.staleness}, {self.config.stages.placement}"
+        place = self.config.stages.placement or "colocated"
+        return f"{self.config.schedule.mode} {self.staleness}, {place}"
 
     @property
     def seconds(self) -> float:
@@ -197,7 +198,7 @@ def predict(run: Run, rates: Rates, by_machine: bool) -> float:
         slow * (rates.trained * each.trained + rates.outside)
         for each, slow in zip(run.played, slower, strict=True)
     ]
-    side_by_side = run.config.stages.placement != "colocated"
+    side_by_side = run.config.stages.placed.side_by_side
     engines, staleness = _engines(run.config), run.staleness
     if run.config.schedule.streams:
         # Engines of vLLM hold twice as many, of which half wait for environments.

@@ -235,12 +235,16 @@ def given_in(settings: Mapping[str, Any], part: str) -> Any:
 
 
 def changed_settings(record: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """List the settings that differ from those of the run's last attempt, as `name: old → new`."""
+    """List the settings that differ from those of the run's last attempt, as `name: old → new`.
+
+    A key that this release has added is one of them if it has another value than its default.
+    """
     before = dict(flat(record.get("settings", {})))
     now = dict(flat(settings_of(config)))
+    given = dict(flat(config.model_dump(mode="json", exclude=set(_PLACE), exclude_defaults=True)))
     return [
         f"{name}: {_shown(before, name)} → {_shown(now, name)}"
-        for name in sorted(before.keys() | now.keys())
+        for name in sorted(before.keys() | given.keys())
         if _shown(before, name) != _shown(now, name)
     ]
 

@@ -16,9 +16,11 @@ from earl_core.run.record import (
     Journal,
     OtherFormat,
     RunDamaged,
+    changed_settings,
     config_of_run,
     read_lines,
     read_record,
+    settings_of,
 )
 from earl_core.system.files import read_file, write_atomic
 from tests.durability.life import life_config
@@ -155,3 +157,13 @@ def test_a_stage_repeated_after_its_release_is_released_again(tmp_path: Path) ->
     assert not again.store.path(entry).exists()
     assert json.loads((run.path / "run.json").read_text())["format"] == "earl.run/4"
     again.close()
+
+
+def test_a_key_that_a_release_adds_is_a_change_only_with_another_value(tmp_path: Path) -> None:
+    config = life_config(tmp_path)
+    older = json.loads(json.dumps(settings_of(config)))
+    del older["environment"]["train"], older["rollout"]["gateway"], older["rollout"]["top_p"]
+    assert changed_settings({"settings": older}, config) == []
+    rollout = config.rollout.model_copy(update={"top_p": 0.5})
+    now = config.model_copy(update={"rollout": rollout})
+    assert changed_settings({"settings": older}, now) == ["rollout.top_p: not set → 0.5"]
