@@ -23,6 +23,18 @@ def length(completion: Any) -> float:
     return float(len(completion[-1].content))
 
 
+async def judged(completion: Any) -> float:
+    """A judge that does not answer always."""
+    if completion[-1].content == "3":
+        raise ConnectionError("the judge is down")
+    return 1.0
+
+
+def forgetful(completion: Any) -> float | None:
+    """Returns nothing for what it does not know."""
+    return 0.5 if completion[-1].content in ("", "4") else None
+
+
 class Higher(vf.MultiTurnEnv):
     """Says what is next until the answer is right."""
 
@@ -71,15 +83,21 @@ class Remembering(vf.StatefulToolEnv):
         return {**tool_args, "seen": state["seen"]}
 
 
+def group(completions: list[Any]) -> list[float]:
+    """Scores all episodes of a prompt together."""
+    return [0.0 for _ in completions]
+
+
 def load_environment(kind: str) -> Any:
     """What verifiers calls."""
-
-    def group(completions: list[Any]) -> list[float]:
-        return [0.0 for _ in completions]
-
     rubric = vf.Rubric(funcs=[right, length], weights=[1.0, 0.0])
-    if kind == "group":
-        rubric = vf.Rubric(funcs=[group])
+    if kind in ("mixed", "group"):
+        score = group if kind == "group" else judged
+        scores = vf.RubricGroup([vf.Rubric(funcs=[length]), vf.Rubric(funcs=[score, forgetful])])
+        rows = Dataset.from_list(ROWS)
+        higher = Higher(max_turns=4, dataset=rows, eval_dataset=rows, rubric=rubric)
+        judge = vf.SingleTurnEnv(dataset=Dataset.from_list(2 * ROWS), rubric=scores)
+        return vf.EnvGroup([higher, judge], env_names=["higher", "judge"])
     given: dict[str, Any] = {
         "dataset": Dataset.from_list(ROWS),
         "eval_dataset": Dataset.from_list(ROWS[1:]),

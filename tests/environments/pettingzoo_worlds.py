@@ -52,12 +52,7 @@ class Rope(AECEnv):
         self._cumulative_rewards[me] = 0.0
         self._clear_rewards()
         self._did.append(2 * AGENTS.index(me) + int(action))
-        if action == 1:
-            self.terminations[me], self.rewards[me] = True, -1.0
-        else:
-            for other in self.agents:
-                if other != me:
-                    self.rewards[other] += 0.25
+        self._judge(me, action)
         alive = [name for name in self.agents if not self.terminations[name]]
         self.infos = {name: {"alive": len(alive)} for name in self.agents}
         if len(self._did) >= _ROUNDS * len(AGENTS):
@@ -68,6 +63,48 @@ class Rope(AECEnv):
         if alive:
             self.agent_selection = next(name for name in order if name in alive)
         self._deads_step_first()
+
+    def _judge(self, me: str, action: Any) -> None:
+        if action == 1:
+            self.terminations[me], self.rewards[me] = True, -1.0
+        else:
+            for other in self.agents:
+                if other != me:
+                    self.rewards[other] += 0.25
+
+
+class Fold(Rope):
+    """It is over for all as soon as one lets go."""
+
+    def _judge(self, me: str, action: Any) -> None:
+        super()._judge(me, action)
+        if action == 1:
+            self.terminations = dict.fromkeys(self.agents, True)
+
+
+class Team(Rope):
+    """Each move gives all the same, and the last of some ends it."""
+
+    def __init__(self, moves: int) -> None:
+        super().__init__()
+        self._moves = moves
+
+    def _judge(self, me: str, action: Any) -> None:
+        self.rewards = dict.fromkeys(self.agents, 0.1)
+        if len(self._did) == self._moves:
+            self.terminations = dict.fromkeys(self.agents, True)
+
+
+class Crowd(Rope):
+    """Somebody comes whom it has not named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.possible_agents = AGENTS[:2]
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self.possible_agents = AGENTS
+        super().reset(seed, options)
 
 
 class Handshake(ParallelEnv):

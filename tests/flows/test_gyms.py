@@ -43,6 +43,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"game": f"{ZOO}:Rope", "actions": ["hold"]}, f"and {ZOO}:Rope has 2 actions"),
         ({"game": f"{ZOO}:Rope", "opponent": "best"}, "must be one of 'random', 'policy'"),
         ({"game": f"{ZOO}:Rope", "show": f"{ZOO}:no"}, "the option show"),
+        ({"game": f"{ZOO}:Rope", "show": f"{ZOO}:AGENTS"}, "no function of (environment, agent)"),
+        ({"game": f"{ZOO}:Rope", "show": f"{ZOO}:Rope"}, "no function of (environment, agent)"),
     ],
     "reasoning_gym": [
         ({"dataset": "sums"}, "reasoning-gym has no data set 'sums': use ab, acre"),

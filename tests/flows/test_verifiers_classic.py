@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.flows.runs import LEARNING, REPOSITORY, Runs
-from tests.foreign import newest_python
+from tests.foreign import LOCKS, locked_python
 from tests.frameworks.matrix import call
 from tests.frameworks.recording import Scripted, Wire, check_recorded, played
 
@@ -21,7 +21,7 @@ WORLD = "tests.environments.classic_worlds"
 @pytest.fixture(scope="module")
 def python() -> str:
     """Its packages want another openai than ours, and take ten seconds to compile."""
-    return newest_python("verifiers==0.1.14")[0]
+    return locked_python(LOCKS / "verifiers.txt")[0]
 
 
 REMEMBERED = (call("remember", number=2), call("remember", number=5), "3")
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[tuple[str, ...], list[float], str, dict[str, float]]] = {
 
 
 def marks(kind: str) -> Any:
-    return () if kind in ("multi", "stateful") else pytest.mark.campaign
+    return () if kind == "stateful" else pytest.mark.campaign
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks(kind)) for kind in CASES])
@@ -60,11 +60,25 @@ def test_each_kind_is_recorded_and_rewarded(
         assert "seen" not in json.dumps(wire.asked[0]["tools"])
 
 
+def test_in_a_group_of_environments_scores_fail_and_empty_answers_are_scored(python: str) -> None:
+    engine = Scripted(("4", "3", "4", "3", "5", "", "4"))
+    options = {"env": WORLD, "args": {"kind": "mixed"}}
+    episodes = played("verifiers_classic", python, options, engine, 6)
+    ends = [(each.finish_reason, each.total_reward) for each in episodes]
+    # Two of the environment that goes on until the answer is right, four with the judge.
+    assert ends[:2] == [("done", 1.0), ("done", 1.0)], episodes[0].info
+    assert ends[4:] == [("done", 1.5), ("done", 2.5)]
+    assert {reason for reason, _ in ends[2:4]} == {"environment_error"}
+    assert "judged: ConnectionError: the judge is down" in str(episodes[2].info)
+    assert "forgetful: TypeError" in str(episodes[3].info)
+
+
 def test_what_cannot_be_made_is_refused_with_one_message(python: str) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"env": "no_such"}, "cannot make the environment 'no_such' with the args {}"),
         ({"env": WORLD}, "load_environment() missing 1 required positional argument"),
         ({"env": WORLD, "args": {"kind": "group"}}, "reward functions of a whole group"),
+        ({"env": WORLD, "args": {"kind": "mixed"}, "split": "eval"}, "has no eval_dataset"),
         ({"env": WORLD, "split": "test"}, "must be one of 'train', 'eval'"),
     ]
     code = (

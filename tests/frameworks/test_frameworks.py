@@ -7,19 +7,15 @@ because a release of theirs is no change of ours.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.foreign import newest_python
+from tests.foreign import LOCKS, locked_python, newest_python
 from tests.frameworks.matrix import MATRIX
 from tests.frameworks.recording import Scripted, Wire, check_recorded, played
 
 pytestmark = pytest.mark.slow
-
-
-LOCKS = Path(__file__).parent / "locks"
 
 
 def cases() -> Any:
@@ -34,8 +30,9 @@ def test_every_call_is_recorded_exactly(
     name: str, locked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = MATRIX[name]
-    exact = (LOCKS / locked).read_text().split() if locked else ()
-    python, version = newest_python(*tried.requirements, *exact)
+    python, version = (
+        locked_python(LOCKS / locked) if locked else newest_python(*tried.requirements)
+    )
     print(f"{name}: {version}")
     wire, engine = Wire(monkeypatch), Scripted(tried.says)
     episodes = played(f"tests.frameworks.agents:{tried.agent}", python, tried.options, engine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
@@ -27,6 +29,9 @@ from earl_core.system.import_path import import_object, import_package, refuse_l
 _MASK = "action_mask"
 _MOST_MOVES = 10_000
 """Moves of others without one of the agent's."""
+
+_MOST_OPENINGS = 20
+"""Openings of others that end the game before the agent has a turn."""
 
 
 class PettingZooOptions(Options):
@@ -88,10 +93,7 @@ class PettingZooEnvironment:
                 remedy=f"use one of {', '.join(map(str, self._names))}",
             )
         self.wants_policy = options.opponent == "policy" and len(self._names) > 1
-        show = None
-        if options.show is not None:
-            show = import_object(options.show, "the option show")
-            refuse_library(show, options.show, "the option show")
+        show = _show_of(options.show)
         self._seats = {name: _Seat(self._world, name, options, show) for name in self._names}
         played = self._names if options.agent is None or self.wants_policy else [options.agent]
         for name in played:
@@ -107,16 +109,22 @@ class PettingZooEnvironment:
     def reset(self, prompt: int, seed: int) -> list[Message]:
         name = self.options.agent or self._names[prompt % len(self._names)]
         self._me = self._seats[name]
-        self._world.reset(seed=_seed(f"{self.options.game}/{prompt}"))
-        self._reseed(f"{prompt}/{seed}")
-        for seat in self._seats.values():
-            seat.begin(self.policy if self.wants_policy and seat is not self._me else None)
-        self._totals = dict.fromkeys(self._names, 0.0)
-        self._steps = self._illegal = self._errors = 0
-        self._ended, self._done = None, False
-        self._let_others_move()
-        if self._ended is not None:
-            raise RuntimeError(f"{self.options.game} was over before the first move of {name}")
+        for attempt in range(_MOST_OPENINGS):
+            self._world.reset(seed=_seed(f"{self.options.game}/{prompt}"))
+            self._reseed(f"{prompt}/{seed}/{attempt}")
+            for seat in self._seats.values():
+                seat.begin(self.policy if self.wants_policy and seat is not self._me else None)
+            self._totals = dict.fromkeys(self._names, 0.0)
+            self._steps = self._illegal = self._errors = 0
+            self._ended, self._done = None, False
+            self._let_others_move()
+            if self._ended is None:
+                break
+        else:
+            raise RuntimeError(
+                f"{self.options.game} was over before the first move of {name}, "
+                f"{_MOST_OPENINGS} times"
+            )
         # What others' first moves have brought belongs to the first turn.
         self._owed = self._reward
         return _user(self._me.told(self._world.last()))
@@ -172,6 +180,10 @@ class PettingZooEnvironment:
                 if terminated or truncated:
                     self._ended = self._outcome(truncated=not terminated)
                 return
+            if name not in self._seats:
+                raise RuntimeError(
+                    f"{self.options.game} has an agent {name}, whom its possible_agents lack"
+                )
             self._totals[name] += float(reward)
             over = terminated or truncated
             world.step(None if over else self._seats[name].move(now, self._moves))
@@ -195,7 +207,10 @@ class PettingZooEnvironment:
         left = world._cumulative_rewards
         best = max(self._totals[name] + float(left.get(name, 0.0)) for name in others)
         own = self._totals[mine] + self._owed + self._reward
-        return "win" if own > best else "draw" if own == best else "loss"
+        # Sums of the same rewards in another order differ in their last digits.
+        if math.isclose(own, best, rel_tol=1e-9, abs_tol=1e-9):
+            return "draw"
+        return "win" if own > best else "loss"
 
     def _refused(self, why: str) -> StepResult:
         self._illegal += 1
@@ -320,12 +335,31 @@ class _Seat:
         return mask_of(self._space, info.get(_MASK) if given is None else given)
 
 
+def _show_of(path: str | None) -> Callable[[Any, str], str] | None:
+    if path is None:
+        return None
+    show: Callable[[Any, str], str] = import_object(path, "the option show")
+    refuse_library(show, path, "the option show")
+    try:
+        inspect.signature(show).bind(None, "")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the option show {path!r} is no function of (environment, agent): {error}"
+        ) from error
+    return show
+
+
 def _make(options: PettingZooOptions) -> Any:
     pettingzoo = import_package("pettingzoo", "pettingzoo")
     make: Callable[..., Any] | None = None
     if ":" in options.game:
         make = import_object(options.game, "the option game")
         refuse_library(make, options.game, "the option game")
+    elif not hasattr(pettingzoo, "make"):
+        raise ConfigError(
+            "this version of pettingzoo makes no games by their ids",
+            remedy="install pettingzoo>=1.27, or name a function, package.module:function",
+        )
     try:
         if make is None:
             made = pettingzoo.make("aec", options.game, **options.make_options)

@@ -8,10 +8,14 @@ OpenAI's chat completions and scores it.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import math
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
@@ -24,8 +28,8 @@ from earl_core.system.import_path import import_package
 _PATIENCE_SECONDS = 24 * 3600.0
 """Of the client: an engine may be away, and episodes have a deadline of their own."""
 
-_EMPTY = "EmptyModelResponseError"
-"""What verifiers says of an answer without text and calls, which it does not go on after."""
+_FAULTS: ContextVar[list[str]] = ContextVar("faults")
+"""What the reward functions of an episode have raised, which verifiers logs and scores with 0."""
 
 
 class VerifiersClassicOptions(Options):
@@ -90,12 +94,15 @@ class _World:
         # Its environments set handlers, which only a main thread may, and a host has its own.
         import_package("verifiers.envs.environment", "verifiers").signal = _Signals()
         openai = import_package("openai", "openai")
-        self._client_of = verifiers.OpenAIChatCompletionsClient
+        self._client_of = _client_class(verifiers.OpenAIChatCompletionsClient)
         self._shared: Any = None
         self._open = openai.AsyncOpenAI
+        held_out = options.split == "eval"
         try:
             self._env = verifiers.load_environment(options.env, **options.args)
-            held_out = options.split == "eval"
+            every = list(_environments(verifiers, self._env))
+            # Where it has none, `get_eval_dataset` returns the training rows.
+            missing = held_out and any(each.build_eval_dataset() is None for each in every)
             self._rows = self._env.get_eval_dataset() if held_out else self._env.get_dataset()
             count = len(self._rows)
         except Exception as error:
@@ -103,14 +110,15 @@ class _World:
                 f"verifiers cannot make the environment {options.env!r} with the args "
                 f"{options.args!r}: {type(error).__name__}: {error}"
             ) from error
+        if missing:
+            raise ConfigError(
+                f"the environment {options.env!r} of verifiers, or one of its group, has no "
+                "eval_dataset",
+                remedy="give it one, or use split: train",
+            )
         if not count:
             raise ConfigError(f"the environment {options.env!r} of verifiers has no rows")
-        if getattr(self._env, "requires_group_rollouts", False):
-            raise ConfigError(
-                f"the environment {options.env!r} of verifiers has reward functions of a whole "
-                "group, and an episode is scored alone",
-                remedy="give it a rubric of functions of one rollout",
-            )
+        _watch(verifiers, options.env, every)
 
     def row(self, prompt: int) -> dict[str, Any]:
         """The prompt's row, by its number modulo theirs."""
@@ -125,13 +133,14 @@ class _World:
             )
         client = self._client_of(self._shared.with_options(base_url=base_url, api_key=api_key))
         sampling = copy.deepcopy(self._env.sampling_args)
+        faults: list[str] = []
+        _FAULTS.set(faults)
         played = await self._env.run_rollout(row, client, MODEL, sampling)
         if error := played.get("error"):
             told = error.get("error_chain_str", error) if isinstance(error, Mapping) else error
-            if _EMPTY in str(told):
-                # The policy's own fault, which it is to learn from.
-                return {"reward": 0.0, "outcome": "empty_answer"}
             raise EarlError(f"verifiers' episode failed: {told}")
+        if faults:
+            raise EarlError(f"a reward function of verifiers failed: {'; '.join(faults)}")
         metrics = (played.get("metrics") or {}).items()
         return {
             "reward": played["reward"],
@@ -142,6 +151,75 @@ class _World:
                 if isinstance(value, int | float) and math.isfinite(value)
             },
         }
+
+
+def _environments(verifiers: Any, environment: Any) -> Iterator[Any]:
+    """An environment and, of a group, those in it."""
+    yield environment
+    if isinstance(environment, verifiers.EnvGroup):
+        for each in environment.envs:
+            yield from _environments(verifiers, each)
+
+
+def _rubrics(verifiers: Any, rubric: Any) -> Iterator[Any]:
+    """A rubric and, of a group, those in it."""
+    yield rubric
+    if isinstance(rubric, verifiers.RubricGroup):
+        for each in rubric.rubrics:
+            yield from _rubrics(verifiers, each)
+
+
+def _watch(verifiers: Any, name: str, environments: list[Any]) -> None:
+    """Have all reward functions note what they raise. Raises ConfigError for those of a group."""
+    found = (each for one in environments for each in _rubrics(verifiers, one.rubric))
+    for rubric in {id(each): each for each in found}.values():
+        if any(rubric._is_group_func(function) for function in rubric.funcs):
+            break
+        rubric.funcs = [_noting(function) for function in rubric.funcs]
+    else:
+        if not any(getattr(each, "requires_group_rollouts", False) for each in environments):
+            return
+    raise ConfigError(
+        f"the environment {name!r} of verifiers has reward functions of a whole group, and an "
+        "episode is scored alone",
+        remedy="give it a rubric of functions of one rollout",
+    )
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The reward function, plain or a coroutine function, which notes also what is no number."""
+
+    @functools.wraps(function)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        with _noted(function):
+            value = function(*arguments, **named)
+            return later(value) if inspect.isawaitable(value) else float(value)
+
+    async def later(value: Awaitable[Any]) -> float:
+        with _noted(function):
+            return float(await value)
+
+    return noted
+
+
+@contextmanager
+def _noted(function: Callable[..., Any]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        name = getattr(function, "__name__", repr(function))
+        _FAULTS.get([]).append(f"{name}: {type(error).__name__}: {error}")
+        raise
+
+
+def _client_class(base: Any) -> Any:
+    """verifiers' client, but an answer without text and calls is one that its rubric scores."""
+
+    async def checked(client: Any, response: Any) -> None:
+        if response is None or len(response.choices or ()) != 1:
+            await base.raise_from_native_response(client, response)
+
+    return type("Client", (base,), {"raise_from_native_response": checked})
 
 
 class _Signals:
