@@ -161,7 +161,7 @@ async def _ended(looks: Iterable[Coroutine[Any, Any, None]], seconds: float) -> 
     if not tasks:
         return True
     try:
-        done, slow = await asyncio.wait(tasks, timeout=seconds)
+        done, slow = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()
         return not slow
