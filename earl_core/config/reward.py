@@ -12,6 +12,9 @@ from earl_core.config.environment import Label
 from earl_core.system.settings import Options, Settings
 from earl_core.system.wait import LATER, Wait
 
+_BESIDE_WAITING = 30.0
+"""Seconds of a stage that waits for scores in which it does everything else."""
+
 
 class RewardFunctionConfig(Settings):
     """One function that scores whole episodes."""
@@ -109,7 +112,17 @@ class RewardConfig(Settings):
         for each in self.functions:
             if each.comes_later:
                 Wait.of(each.options)
+                self._check_look(each)
         return self
+
+    def _check_look(self, function: RewardFunctionConfig) -> None:
+        given = function.options.get("timeout_seconds", self.timeout_seconds)
+        if type(given) not in (int, float) or not 0 < given <= self.timeout_seconds:
+            raise ValueError(
+                f"reward.functions: {function.title!r} has timeout_seconds {given!r}: give a "
+                f"number of seconds up to reward.timeout_seconds ({self.timeout_seconds:g}), or "
+                "raise that"
+            )
 
     def check_run(self, scored_by: Mapping[str, Iterable[str]], seconds: float) -> None:
         """Raise `ValueError` where scores are waited for longer than a stage may take, or one of
@@ -118,11 +131,16 @@ class RewardConfig(Settings):
         for suite, titles in scored_by.items():
             self._check_suite(suite, titles)
         for each in self.functions:
-            if each.comes_later and each.wait.deadline >= seconds:
+            if not each.comes_later:
+                continue
+            # The last look begins at the deadline.
+            needed = each.wait.deadline + self.timeout_seconds + _BESIDE_WAITING
+            if needed >= seconds:
                 raise ValueError(
                     f"reward.functions: {each.title!r} waits for {each.wait.deadline:g} s "
-                    f"(deadline_seconds), and a stage may take {seconds:g} s: raise "
-                    "deadlines.stage above it"
+                    f"(deadline_seconds) and {self.timeout_seconds:g} s more for a last look "
+                    f"(reward.timeout_seconds), and a stage may take {seconds:g} s: raise "
+                    f"deadlines.stage above {needed:g}"
                 )
 
     def added(self, scores: Mapping[str, float]) -> float:

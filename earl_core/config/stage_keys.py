@@ -14,8 +14,9 @@ from typing import Any
 
 from earl_core.config.algorithm import INITIAL
 from earl_core.config.run import RunConfig
-from earl_core.deployment.stages import STAGE_SETTINGS, stage_of
+from earl_core.deployment.stages import EVALUATION, STAGE_SETTINGS, stage_of
 from earl_core.system.files import canonical_json
+from earl_core.system.wait import LATER, WAITING
 
 _SUPERVISION = (
     "hosts",
@@ -78,6 +79,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
             del played["train"]
     for suite in suites:
         del suite["gate"]
+    if functions := whole.get("reward", {}).get("functions"):
+        whole["reward"]["functions"] = _asked(functions, stage)
     # An address decides nothing that is played.
     whole.get("rollout", {}).pop("gateway", None)
     if (stages := whole.get("stages", {})).get("placement", "") is None:
@@ -103,6 +106,19 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
             found[name] = look_up(whole, name)
     if (adapter := config.initial_model.adapter) is not None and _ADAPTER in found:
         found[_ADAPTER]["digest"] = adapter.source_digest
+    return found
+
+
+def _asked(functions: list[dict[str, Any]], stage: str) -> list[dict[str, Any]]:
+    """The functions that a stage asks, without how long scores are waited for, which decides none
+    of them. Evaluations wait for nobody."""
+    found = []
+    for each in functions:
+        if each["function"] != LATER:
+            found.append(each)
+        elif stage != EVALUATION.name:
+            kept = {key: each["options"][key] for key in each["options"] if key not in WAITING}
+            found.append({**each, "options": kept})
     return found
 
 

@@ -26,6 +26,9 @@ MODEL, OPPONENT = "policy", "opponent"
 """The models that an agent may ask. The second is the same policy, whose answers are recorded
 nowhere: an opponent, a simulated user. Any other name is the first's."""
 
+UNNAMED = "unnamed"
+"""In metrics: the role of conversations that have none, beside others that have one."""
+
 POSTED = "reward_posted"
 """In the info of an episode whose reward is the one that was posted to the gateway."""
 
@@ -113,6 +116,10 @@ def checked_role(name: Any) -> str:
     if name == OPPONENT:
         raise WireError(
             f"The role {OPPONENT!r} is that of the environment's opponent: choose another."
+        )
+    if name == UNNAMED:
+        raise WireError(
+            f"The role {UNNAMED!r} is that of conversations without a role: choose another."
         )
     return name
 

@@ -14,6 +14,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,11 @@ _WRITING_SECONDS = 5.0
 """For so long a file may be half written."""
 _SHOWN = 300
 _BUSY = (429, 500, 502, 503, 504)
+_OF_LIMIT = 0.9
+"""A look ends before whoever called it gives it up, which would cost the process."""
+
+_told: dict[str, int] = {}
+"""The last status of each endpoint, for all objects of the process: 0 where there was no answer."""
 
 
 class LaterFailed(EarlError):
@@ -57,7 +64,7 @@ class Later:
     api_key: bearer token for the endpoint, as a reference.
     deadline_seconds: how long scores are waited for, from when the stage begins.
     poll_seconds: seconds between two looks at what is missing.
-    timeout_seconds: time limit of one look.
+    timeout_seconds: time limit of one look, all its requests together; a little less is used.
     """
 
     def __init__(
@@ -78,7 +85,8 @@ class Later:
             raise ConfigError("api_key is for a url: leave it out")
         Wait.of({"deadline_seconds": deadline_seconds, "poll_seconds": poll_seconds})
         self._directory = None if directory is None else Path(directory)
-        self._url, self._key, self._timeout = (url or "").rstrip("/"), api_key, timeout_seconds
+        self._url, self._key = (url or "").rstrip("/"), api_key
+        self._limit = _OF_LIMIT * timeout_seconds
 
     def __call__(self, episode: Mapping[str, Any]) -> float | tuple[float, Mapping[str, float]]:
         """The score, or `NOT_YET`. Raises `LaterFailed`, and `WireError` for one that is no finite
@@ -120,15 +128,19 @@ class Later:
             raise LaterFailed(f"{scored} is no JSON: {error}") from None
 
     def _asked(self, key: str, episode: Mapping[str, Any]) -> Any:
-        status, body = self._exchange("GET", f"{self._url}/{key}")
+        over = time.monotonic() + self._limit
+        status, body = self._exchange("GET", f"{self._url}/{key}", over)
         if status == 404:
-            status, body = self._exchange("POST", self._url, {"id": key, "episode": dict(episode)})
+            given = {"id": key, "episode": dict(episode)}
+            status, body = self._exchange("POST", self._url, over, given)
+        before, _told[self._url] = _told.get(self._url), status
         if status == 202:
             return None
         if status in _BUSY or not status:
             # It may come back before the deadline.
-            told = body.decode(errors="replace")
-            sys.stderr.write(f"{self._url}: {status or 'no answer'}: {told}\n")
+            if status != before:
+                told = body.decode(errors="replace")
+                sys.stderr.write(f"{self._url}: {status or 'no answer'}: {told}\n")
             return None
         if status != 200:
             raise LaterFailed(f"{self._url} answered with status {status}: {body!r:.{_SHOWN}}")
@@ -137,18 +149,23 @@ class Later:
         except (ValueError, RecursionError):
             raise LaterFailed(f"{self._url} sent no JSON: {body!r:.{_SHOWN}}") from None
 
-    def _exchange(self, method: str, url: str, given: Any = None) -> tuple[int, bytes]:
-        """Status and body; 0 and why where there is no answer."""
+    def _exchange(self, method: str, url: str, over: float, given: Any = None) -> tuple[int, bytes]:
+        """Status and body; 0 and why where there is no answer. over: when it must end, by the
+        monotonic clock."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         data = None if given is None else json.dumps(given).encode()
         request = urllib.request.Request(url, data, headers, method=method)
+        left = over - time.monotonic()
+        if left <= 0:
+            return 0, b"too slow"
         try:
-            with open_endpoint(request, self._timeout) as reply:
-                return reply.status, read_reply(reply, self._timeout)
+            with open_endpoint(request, left) as reply:
+                return reply.status, read_reply(reply, max(0.0, over - time.monotonic()))
         except urllib.error.HTTPError as error:
-            with error:
+            with error, suppress(OSError, HTTPException):
                 return error.code, error.read(_SHOWN)
-        except OSError as error:
+            return error.code, b""
+        except (OSError, HTTPException) as error:
             return 0, str(error).encode()

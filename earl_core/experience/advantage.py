@@ -9,7 +9,7 @@ mean and M2 over them; no rank sees another's rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,7 +67,7 @@ def advantage_statistics(
     if not len(batch):
         return RankStatistics(episodes=0)
     parts = _Part.all_of(batch, partial(_penalties, algorithm.kl, coefficient), estimator)
-    found = RankStatistics(episodes=sum(len(part.episodes.rewards) for part in parts))
+    found = RankStatistics(episodes=_episodes(batch, parts))
     for part in parts:
         moments = batch_moments(estimator, part.episodes)
         if moments is not None and part.environment:
@@ -110,12 +110,12 @@ def advantage_rows(
         of_row |= part.scattered(token_advantages(estimator, part.episodes, moments))
     rows = np.array(sorted(of_row), dtype=np.int64)
     values = np.concatenate([np.empty(0), *(of_row[row][1] for row in rows.tolist())])
-    # A group that is dropped has one episode.
-    dropped = float(sum(part.dropped for part in parts))
+    kept = _episodes(batch, parts)
     metrics = {
-        "episodes_kept": float(sum(len(part.episodes.rewards) for part in parts)),
-        "groups_dropped": dropped,
-        "episodes_dropped_with_group": dropped,
+        "episodes_kept": float(kept),
+        # A group that is dropped has one episode, or one role's part of one.
+        "groups_dropped": float(sum(part.dropped for part in parts)),
+        "episodes_dropped_with_group": float(len(np.unique(batch.scalars("episode_id"))) - kept),
         **_metrics(values),
         **_bounded(parts),
     }
@@ -128,6 +128,12 @@ def advantage_rows(
     )
     columns: dict[str, Iterable[Any]] = {"sample_id": batch.rows[rows], "advantages": whole}
     return Rows(columns, {"advantages": lengths}), metrics, len(values)
+
+
+def _episodes(batch: Batch, parts: Sequence[_Part]) -> int:
+    """Count the episodes of which some part is trained on."""
+    rows = np.concatenate([np.empty(0, np.int64), *(part.rows for part in parts)])
+    return len(np.unique(batch.scalars("episode_id")[rows]))
 
 
 def _scattered(length: int, places: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -205,6 +211,8 @@ class _Part:
         if parts.named:
             totals = [batch.row("turn_totals", row).sum(dtype=np.float64) for row in members]
             rewards = np.bincount(parts.of_row, weights=totals, minlength=len(keep))
+            # As rewards of episodes are: sums that differ in their last bits only are equal.
+            rewards = rewards.astype(np.float32).astype(np.float64)
         rewards = rewards[keep]
         return cls(
             environment=environment,

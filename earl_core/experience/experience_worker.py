@@ -89,7 +89,8 @@ class ExperienceWorker(RunWorker):
             old = replayed_groups(rollout)
             rows, metrics, episodes = reward_rows(batch, settings, given, own, old)
             learnt = group_returns(batch, rows) if self._config.curriculum else {}
-            of_roles = RoleMoments.of(role_returns(batch, rows, old))
+            without = {g: each for g, each in group_rewards(batch, rows).items() if g not in old}
+            of_roles = RoleMoments.of(role_returns(batch, rows, old) or {"": without})
             groups: dict[str, Any] = {}
             if self._config.rollout.filters_groups:
                 every = role_returns(batch, rows).values() or [group_rewards(batch, rows)]

@@ -14,12 +14,10 @@ from pydantic import BaseModel
 
 from earl_core.algorithms.moments import Int64Array, Moments
 from earl_core.dispatch.reads.batch import Batch
+from earl_core.environments.agent import UNNAMED
 from earl_core.trajectory.samples import OPPONENT_ROLE, Rows
 
 ROLE = "role"
-
-UNNAMED = "unnamed"
-"""In metrics: the role of conversations that have none, beside others that have one."""
 
 
 def roles_of(batch: Batch) -> list[str]:
@@ -90,7 +88,8 @@ def role_returns(
     if not parts.named:
         return {}
     totals = [float(np.sum(each)) for each in rewarded.numbers["turn_totals"]]
-    returns = np.bincount(parts.of_row, weights=totals).tolist()
+    # Rounded as in `experience.advantage`.
+    returns = np.bincount(parts.of_row, weights=totals).astype(np.float32).tolist()
     names, groups = roles_of(batch), batch.scalars("group_id")
     found: dict[str, dict[int, list[float]]] = {}
     for row, value in zip(rows[parts.first].tolist(), returns, strict=True):
@@ -100,7 +99,8 @@ def role_returns(
 
 
 class RoleMoments(BaseModel):
-    """Moments of each role's returns."""
+    """Moments of each role's returns; those without a name are always there, because other ranks
+    may have a role with one."""
 
     moments: dict[str, Moments] = {}
 
@@ -127,9 +127,10 @@ class RoleMoments(BaseModel):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Mean and standard deviation of each role's returns."""
+        """Mean and standard deviation of each role's returns; none where no role has a name."""
         metrics: dict[str, float] = {}
-        for role, moments in self.moments.items():
+        counted = {role: each for role, each in self.moments.items() if each.count}
+        for role, moments in counted.items() if any(counted) else ():
             name = f"of_role/{role or UNNAMED}"
             metrics |= {f"{name}/mean": moments.mean, f"{name}/std": moments.std()}
         return metrics

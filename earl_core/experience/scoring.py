@@ -36,7 +36,7 @@ from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.experience.reward import ScoreTally
 from earl_core.experience.roles import own_rows, shared_of
-from earl_core.experience.waiting import KeptScores, Waiting
+from earl_core.experience.waiting import NO_ANSWER, KeptScores, Waiting
 from earl_core.system.errors import EarlError
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, transcript, utf8
@@ -224,9 +224,14 @@ class Scorer:
         if not later:
             return {}
         kept = KeptScores(self._run_directory, self._rank)
-        functions = self._config.reward.functions
+        settings = self._config.reward
         return {
-            place: Waiting(functions[place], kept, partial(self._one, place, slots=slots))
+            place: Waiting(
+                settings.functions[place],
+                kept,
+                partial(self._one, place, slots=slots),
+                settings.timeout_seconds,
+            )
             for place in sorted(later)
         }
 
@@ -281,7 +286,7 @@ class Scorer:
                     settings.environment_weight * reward for reward in sample.turn_rewards
                 ]
             given = scores.given[episode.episode_id]
-            episode.samples[-1].turn_rewards[-1] += settings.added(given)
+            episode.own[-1].turn_rewards[-1] += settings.added(given)
 
     async def close(self) -> None:
         """End the processes."""
@@ -335,7 +340,8 @@ class Scorer:
                     await self._pool.reset(number, place, 0)
                     return await self._pool.step(number, text)
                 except EnvironmentFailed as error:
-                    if attempt == retries:
+                    # A score that is waited for is asked for again by whoever waits.
+                    if attempt == retries or (self._later(place) and error.reason in NO_ANSWER):
                         return error
                     label = self._config.reward.functions[place].title
                     logger.warning("the score of %s is tried again: %s", label, error.reason)

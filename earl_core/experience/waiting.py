@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = "later"
 """In the run directory: the scores that have come."""
+
+NO_ANSWER = ("timeout", "lost", "host_died")
+"""Reasons of failures that say nothing about the score: it may come with a later look."""
 
 _TOLD_SECONDS = 30.0
 _MOST_NAMED = 50
@@ -55,8 +59,11 @@ class KeptScores:
         asked = _asked_whom(function)
         self._known[asked, key] = score
         self._directory.mkdir(exist_ok=True)
-        with self._own.open("a") as file:
-            file.write(json.dumps([asked, key, score]) + "\n")
+        with self._own.open("a+b") as file:
+            # Whoever was killed, or had no disk left, may have written a part of a line.
+            whole = not file.tell() or (file.seek(-1, os.SEEK_END) and file.read() == b"\n")
+            file.write(b"" if whole else b"\n")
+            file.write(json.dumps([asked, key, score]).encode() + b"\n")
 
 
 def _asked_whom(function: RewardFunctionConfig) -> str:
@@ -69,11 +76,16 @@ def _asked_whom(function: RewardFunctionConfig) -> str:
 class Waiting:
     """The scores of one function for some episodes.
 
-    found: gets them, by episode. failures: gets why an episode has none.
+    look_seconds: limit of the last looks, which begin at the deadline. found: gets the scores, by
+    episode. failures: gets why an episode has none.
     """
 
-    def __init__(self, function: RewardFunctionConfig, kept: KeptScores, ask: Ask) -> None:
+    def __init__(
+        self, function: RewardFunctionConfig, kept: KeptScores, ask: Ask, look_seconds: float
+    ) -> None:
         self._function, self._kept, self._ask = function, kept, ask
+        self._look_seconds = look_seconds
+        self._unanswered: dict[int, str] = {}
         self.found: dict[int, float] = {}
         self.failures: dict[int, str] = {}
 
@@ -91,16 +103,16 @@ class Waiting:
             if (score := self._kept.of(self._function, key)) is not None:
                 self.found[number] = score
                 del left[number]
+        over, final = wait.deadline, False
         while True:
-            looks = list(left.items())
-            answers = await asyncio.gather(*(self._ask(text) for _, text in looks))
-            for (number, _), answer in zip(looks, answers, strict=True):
-                if self._take(number, keys[number], answer):
-                    del left[number]
+            looks = [self._look(number, keys[number], text) for number, text in left.items()]
+            whole = await _ended(looks, self._look_seconds if final else over)
+            left = {n: left[n] for n in left if n not in self.found and n not in self.failures}
             told(len(episodes) - len(left))
-            over = began + wait.deadline - time.monotonic()
-            if not left or over <= 0:
+            if not left or final or not whole:
                 break
+            over = max(0.0, began + wait.deadline - time.monotonic())
+            final = over <= wait.poll
             if time.monotonic() - last >= _TOLD_SECONDS or last == began:
                 last = time.monotonic()
                 logger.info(
@@ -113,18 +125,22 @@ class Waiting:
             title = self._function.title
             logger.warning("%s: no score of %s after %g s", title, named(left), wait.deadline)
         for number in left:
-            self.failures[number] = f"no score came within {wait.deadline:g} s"
+            why = self._unanswered.get(number, "")
+            self.failures[number] = f"no score came within {wait.deadline:g} s{why}"
 
-    def _take(self, number: int, key: str, answer: StepResult | EnvironmentFailed) -> bool:
-        """Tell whether the answer is the last one for its episode."""
+    async def _look(self, number: int, key: str, text: str) -> None:
+        """Ask once, and keep what came at once: others may be slow."""
+        answer = await self._ask(text)
+        self._unanswered.pop(number, None)
         if isinstance(answer, EnvironmentFailed):
-            self.failures[number] = f"{answer.reason}: {answer.detail.strip()}"
-            return True
-        if answer.info["metrics"].get(PENDING):
-            return False
-        self.found[number] = answer.reward
-        self._kept.keep(self._function, key, answer.reward)
-        return True
+            why = f"{answer.reason}: {answer.detail.strip()}"
+            if answer.reason in NO_ANSWER:
+                self._unanswered[number] = f"; the last look: {why}"
+            else:
+                self.failures[number] = why
+        elif not answer.info["metrics"].get(PENDING):
+            self._kept.keep(self._function, key, answer.reward)
+            self.found[number] = answer.reward
 
     def too_many(self, error: EarlError) -> EarlError:
         """The error that says which episodes lack a score, for one that says that too many do."""
@@ -136,6 +152,23 @@ class Waiting:
             "scores that have come are kept",
             payload={**error.payload, "lacking": sorted(self.failures)},
         )
+
+
+async def _ended(looks: Iterable[Coroutine[Any, Any, None]], seconds: float) -> bool:
+    """Run the looks for so long, and cancel the rest; tell whether none was left. Raises what one
+    of them raised."""
+    tasks = [asyncio.create_task(look) for look in looks]
+    if not tasks:
+        return True
+    try:
+        done, slow = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return not slow
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def named(episodes: Mapping[int, Any]) -> str:

@@ -21,8 +21,9 @@ class RolloutLoad:
     or raising. Calls timed out: of agents to the gateway. Constrained: calls that ask for
     answers of a form, and answers that have it. Answers from elsewhere: that agents go on after and
     have not asked for, but others have. Opponent tokens: of the generated ones,
-    those that are not trained on because the policy said them as its own opponent. Drafted passes:
-    those of answers that may have drafts, each counted for its sequence.
+    those that are not trained on because the policy said them as its own opponent. Opponent samples
+    unpaid: those left out because no reward of theirs was told. Drafted passes: those of answers
+    that may have drafts, each counted for its sequence.
     """
 
     seconds: float = 0.0
@@ -41,6 +42,7 @@ class RolloutLoad:
     answers_from_elsewhere: int = 0
     opponent_calls: int = 0
     opponent_tokens: int = 0
+    opponent_samples_unpaid: int = 0
     drafted_passes: int = 0
     draft_tokens: int = 0
     drafts_accepted: int = 0

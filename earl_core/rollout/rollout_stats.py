@@ -34,7 +34,8 @@ class RolloutStats(BaseModel):
     failed to how often; a rank tells the most frequent only. Histograms map a value to how often it
     occurred.
 
-    contexts and turns: of each episode. context_by_turn: the tokens that stand after each turn.
+    samples, answered_tokens, contexts and turns: of each episode's own side, also where its
+    opponent is trained, too. context_by_turn: the tokens that stand after each turn.
     environment: the environment's own metrics. passes: of a suite, see `pass_rates`. parts: of each
     environment, by its label, where the run has several; without load.
     """
@@ -71,7 +72,7 @@ class RolloutStats(BaseModel):
     def _of(cls, played: Sequence[Episode], load: RolloutLoad) -> RolloutStats:
         episodes = [episode for episode in played if not episode.failed]
         reasons = Counter(_reason(episode) for episode in played if episode.failed)
-        samples = [sample for episode in episodes for sample in episode.samples]
+        samples = [sample for episode in episodes for sample in episode.own]
         returns = [episode.total_reward for episode in episodes]
         return cls(
             episodes=len(episodes),
@@ -238,6 +239,7 @@ def _load_metrics(tally: RolloutStats) -> dict[str, float]:
         "constrained_calls",
         "opponent_calls",
         "opponent_tokens",
+        "opponent_samples_unpaid",
     ):
         if count := getattr(load, name):
             rare[name] = float(count)

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 LATER = "later"
 """Name of the reward function whose scores come later."""
 
+WAITING = ("deadline_seconds", "poll_seconds", "timeout_seconds")
+"""Its options that say how scores are waited for."""
+
 DEADLINE_SECONDS = 1800.0
 POLL_SECONDS = 10.0
 

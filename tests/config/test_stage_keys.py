@@ -135,6 +135,30 @@ if __name__ == "__main__":
     json.dump({"keys": keys(), "reads": reads()}, sys.stdout, indent=1)
 
 
+def test_how_long_scores_are_waited_for_is_in_no_key() -> None:
+    """So a run whose scores came too late goes on with another deadline, and repeats nothing."""
+
+    def keys(*functions: dict[str, Any]) -> dict[str, str]:
+        config = parse_config(BASE | {"reward": {"functions": list(functions)}})
+        names = ("reward", "evaluation", "reward_wave2")
+        return {name: stage_key(config, "uid", 0, name, []) for name in names}
+
+    length = {"function": "builtins:len", "label": "length"}
+    later = {"function": "later", "label": "people", "options": {"directory": "a"}}
+    wait = {"deadline_seconds": 900, "poll_seconds": 1, "timeout_seconds": 5}
+    longer = {**later, "options": {"directory": "a", **wait}}
+    elsewhere = {**later, "options": {"directory": "b"}}
+    assert keys(length, later) == keys(length, longer)
+    # Who gives the scores is in the key of rewards; evaluations ask others alone.
+    for other in (keys(length, elsewhere), keys(length, {**later, "weight": 2.0}), keys(length)):
+        assert other["evaluation"] == keys(length, later)["evaluation"]
+        assert other["reward"] != keys(length, later)["reward"]
+    assert keys(later)["evaluation"] != keys(length)["evaluation"]
+    # Another function's options of these names may decide its scores.
+    mine = {**length, "options": {"timeout_seconds": 1}}
+    assert keys(mine)["reward"] != keys(length)["reward"]
+
+
 def test_an_adapter_is_part_of_what_is_played_and_trained(tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,9 +15,13 @@ from typing import Any
 import pytest
 
 from earl_core.config import RunConfig
+from earl_core.config.reward import RewardFunctionConfig
 from earl_core.dispatch import Batch, ShardEntry
+from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.hosting.check import check_environments
+from earl_core.environments.later import NOT_YET, Later, episode_key
 from earl_core.experience.reward import merge_rewards
+from earl_core.experience.waiting import NO_ANSWER, KeptScores, Waiting
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.trajectory.samples import rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
@@ -97,16 +102,19 @@ class _Grader(BaseHTTPRequestHandler):
         status, body = 202, b""
         if not known:
             status = 404
-        elif number == 0 and looks == 2:
+        elif state.busy or (number == 0 and looks == 2):
             status = 503
         elif looks > 2 or not state.slow:
             status, body = 200, state.says[number]
         if self.headers["Authorization"] != "Bearer k-e-y":
             status = 401
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        stalls = state.slow and number == 1 and looks == 3
+        self.send_header("Content-Length", str(len(body) + stalls))
         self.end_headers()
         self.wfile.write(body)
+        if stalls:
+            time.sleep(4)
 
     def do_GET(self) -> None:
         id_ = self.path.rpartition("/")[2]
@@ -131,7 +139,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def grader() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Grader)
-    server.asked, server.known, server.slow = Counter(), set(), True
+    server.asked, server.known, server.slow, server.busy = Counter(), set(), True, False
     server.says = [b'{"score": 0.5}'] * 4
     server.url = f"http://127.0.0.1:{server.server_address[1]}/grade"
     threading.Thread(target=server.serve_forever).start()
@@ -141,14 +149,73 @@ def grader() -> Iterator[Any]:
 
 
 async def test_a_slow_grader_is_asked_once_for_each_episode(tmp_path: Path, grader: Any) -> None:
-    config = later(tmp_path, url=grader.url, api_key="env:GRADER_KEY", deadline_seconds=20)
+    """One that stops amid an answer, for longer than a look may take, is asked for it again."""
+    options = {"url": grader.url, "api_key": "env:GRADER_KEY", "deadline_seconds": 20}
+    config = later(tmp_path, {"timeout_seconds": 2.0}, **options)
     rewards, _, _ = await rewarded(tmp_path, config)
+    assert grader.asked["GET", 1] > 3
     assert rewards == pytest.approx([own + 1.0 + 2 * (at == 2) for at, own in enumerate(OWN)])
     assert [grader.asked["POST", number] for number in range(4)] == [1] * 4
     before = dict(grader.asked)
     again, _, _ = await rewarded(tmp_path, config)
     assert again == rewards
     assert dict(grader.asked) == before
+
+
+def test_a_busy_endpoint_is_told_once(grader: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    grader.slow = False
+    ask = Later(url=grader.url, api_key="k-e-y", timeout_seconds=5)
+    episodes = [
+        {"episode_id": number, "messages": [{"role": "user"}], "closing": "", "scoring": None}
+        for number in range(3)
+    ]
+    for each in episodes:
+        ask(each)
+    for _ in range(2):
+        grader.busy = True
+        assert [ask(each) for each in episodes] == [NOT_YET] * 3
+        assert capsys.readouterr().err.count("503") == 1
+        grader.busy = False
+        assert ask(episodes[2])
+
+
+async def test_what_came_is_kept_at_once_and_no_look_outlasts_the_deadline(tmp_path: Path) -> None:
+    """Where a kill tore a line before, too; and a look that failed by its host is repeated."""
+    function = RewardFunctionConfig(function="later", options={**QUICK, "deadline_seconds": 1.0})
+    numbers = range(3)
+    episodes = [
+        {"episode_id": number, "messages": [], "closing": "", "scoring": None} for number in numbers
+    ]
+    keys = [episode_key(each) for each in episodes]
+    failures = list(NO_ANSWER)
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "0.jsonl").write_text('["lat')
+
+    async def ask(text: str) -> StepResult | EnvironmentFailed:
+        number = json.loads(text)["episode_id"]
+        if number == 0:
+            await asyncio.sleep(1000)
+        if number == 1 and failures:
+            return EnvironmentFailed(1, failures.pop(), "its host was slow")
+        return StepResult([], number / 4, True, {"metrics": {}})
+
+    waiting = Waiting(function, KeptScores(tmp_path, 0), ask, look_seconds=60.0)
+    task = asyncio.create_task(waiting.wait(episodes, lambda _: None))
+    while KeptScores(tmp_path, 1).of(function, keys[2]) is None:
+        assert not task.done()
+        await asyncio.sleep(0.01)
+    began = time.monotonic()
+    await task
+    assert time.monotonic() - began < 10
+    assert waiting.found == {2: 0.5}
+    assert waiting.failures == {
+        0: "no score came within 1 s",
+        1: "no score came within 1 s; the last look: host_died: its host was slow",
+    }
+    # Nobody waits for the slow one here.
+    again = Waiting(function, KeptScores(tmp_path, 0), ask, look_seconds=60.0)
+    await again.wait(episodes[1:], lambda _: None)
+    assert (again.found, again.failures, failures) == ({1: 0.25, 2: 0.5}, {}, [])
 
 
 def test_what_is_no_score_costs_its_own_episode(tmp_path: Path, grader: Any) -> None:
@@ -174,7 +241,9 @@ def test_what_is_no_score_costs_its_own_episode(tmp_path: Path, grader: Any) -> 
     [
         ({"deadline_seconds": "soon"}, "deadline_seconds is 'soon': give a number of seconds"),
         ({"poll_seconds": True}, "poll_seconds is True: give a number of seconds"),
-        ({"deadline_seconds": 3600}, "a stage may take 3600 s: raise deadlines.stage above it"),
+        ({"deadline_seconds": 3540}, "a stage may take 3600 s: raise deadlines.stage above 3630"),
+        ({"timeout_seconds": 61}, r"give a number of seconds up to reward.timeout_seconds \(60\)"),
+        ({"timeout_seconds": "9"}, "has timeout_seconds '9': give a number of seconds"),
     ],
 )
 def test_a_wait_that_cannot_be_is_refused(

@@ -108,6 +108,8 @@ def test_each_role_is_compared_with_itself(tmp_path: Path, spec: str) -> None:
     wanted = expected(episodes, spec, scores)
     rows = [(episode, sample) for episode in episodes for sample in episode.samples]
     kept = [each for each in rows if (each[0].episode_id, each[1].turn_numbers[0]) in wanted]
+    assert metrics["episodes_kept"] == len({number for number, _ in wanted})
+    assert metrics["episodes_dropped_with_group"] == len(episodes) - metrics["episodes_kept"]
     # A role that is alone in its group leaves it.
     assert len(kept) == len(found)
     assert (len(kept) < len(rows)) == (spec not in ("batch_mean", "reinforce_plus_plus"))
@@ -141,6 +143,20 @@ def test_gigpo_compares_observations_within_a_role(tmp_path: Path) -> None:
         )
 
 
+def test_returns_that_differ_in_their_last_bits_are_equal(tmp_path: Path) -> None:
+    """0.1 + 0.2 is 0.3, as it is for episodes whose reward is a sum."""
+    episodes = []
+    for number, rewards in enumerate([(0.1, 0.2), (0.3, 0.0)]):
+        sample = Sample(role="one")
+        for reward in rewards:
+            sample.begin_turn([1, 2])
+            sample.answer([3], [-0.5], [VersionSpan(0, 0, 1)])
+            sample.turn_rewards[-1] = reward
+        episodes.append(Episode(number, 0, 0, [sample], "done"))
+    found, _ = of_episodes(tmp_path, episodes, "grpo")
+    assert np.concatenate(found).tolist() == [0.0] * 4
+
+
 def test_metrics_and_alike_groups_by_role(tmp_path: Path) -> None:
     episodes = []
     for number, (ones, twos) in enumerate([(1, 1), (1, 3), (2, 2), (2, 2)]):
@@ -170,6 +186,13 @@ def test_metrics_and_alike_groups_by_role(tmp_path: Path) -> None:
         "two": 2,
     }
     result = {"shards": [], "metrics": {}, "roles": tally.model_dump()}
+    # A rank without a named role tells its returns, too, for the episodes are dealt by chance.
+    alone = RoleMoments.of({"": {2: [1.0, 3.0]}}).model_dump()
+    other = {**result, "roles": alone}
+    beside = merge_rewards([result, other], configuration(tmp_path))["metrics"]
+    assert beside["of_role/unnamed/mean"] == pytest.approx(2.0)
+    nameless = merge_rewards([other, other], configuration(tmp_path))["metrics"]
+    assert not any(name.startswith("of_role/") for name in nameless)
     merged = merge_rewards([result], configuration(tmp_path))["metrics"]
     assert merged["of_role/two/mean"] == pytest.approx(5.0)
     assert merged["of_role/two/std"] == pytest.approx(np.std([3.0, 7.0, 5.0, 5.0]))

@@ -92,7 +92,7 @@ def test_conversations_have_roles_by_a_header_or_afterwards() -> None:
 
         planner, solver, later = await ask("planner"), await ask("solver"), await ask("")
         other = await ask("")
-        for wrong in ("opponent", "a b", "x" * 33):
+        for wrong in ("opponent", "unnamed", "a b", "x" * 33):
             error = (await ask(wrong))["error"]
             assert error["code"] == "invalid_request", error
             assert "role" in error["message"]

@@ -18,7 +18,8 @@ from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.gateway.opponents import play_against_policy
-from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.rollout.rollout_load import LoadMeter, RolloutLoad
+from earl_core.rollout.rollout_stats import RolloutStats, shape_metrics
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode
 from tests.experience.test_turns_in_time import of_episodes
@@ -183,6 +184,9 @@ def test_both_sides_are_trained_each_by_its_own_reward(tmp_path: Path, lockstep:
     engine = Scripted(lockstep=lockstep)
     episodes, _ = asyncio.run(against_policy(engine, "tic_tac_toe", GAME, 8, both=True))
     check_columns(episodes)
+    shapes = [shape_metrics(RolloutStats.of(each, RolloutLoad())) for each in (episodes, alone)]
+    assert shapes[0] == shapes[1]
+    assert (shapes[0]["tokens_per_turn"], shapes[0]["new_sample_share"]) == (2.0, 0.0)
     flipped = {"win": -1.0, "loss": 1.0}
     for one, other in zip(episodes, alone, strict=True):
         mine, theirs = one.samples
@@ -215,6 +219,17 @@ def test_what_the_opponent_is_paid_is_told_by_the_environment() -> None:
         illegal = float(episode.info["metrics"]["opponent_illegal_answers"])  # type: ignore[index]
         outcome = {"win": -1.0, "loss": 1.0, "draw": 0.3}[str(episode.info["outcome"])]
         assert sum(episode.samples[1].turn_rewards) == pytest.approx(outcome - 0.25 * illegal)
+    # Cut on the policy's side before the game's end nothing was told, which is no reward of 0.
+    for turns, joined in ((1, 0), (3, 2)):
+        engine = Scripted(lockstep=False)
+        episodes, meter = asyncio.run(
+            against_policy(engine, "tic_tac_toe", GAME, 4, both=True, max_turns=turns)
+        )
+        assert not any(episode.failed for episode in episodes)
+        paid = [each for episode in episodes for each in episode.samples if each not in episode.own]
+        assert len(paid) + meter.opponent_samples_unpaid == 4
+        assert all(sum(sample.turn_rewards) for sample in paid)
+        assert len(paid) == joined
     silent = {"dying": -1, "mark": ""}
     engine = Scripted(lambda move: "yes", lockstep=False)
     episodes, _ = asyncio.run(

@@ -17,9 +17,12 @@ from earl_core.run.episodes import (
     EpisodeKeeper,
     EpisodesDamaged,
     read_episodes,
+    read_samples,
     remove_oldest,
     write_episodes,
 )
+from earl_core.trajectory.samples import OPPONENT_ROLE, Sample, VersionSpan
+from tasks.reports.run_page.stored_episodes import pack_episodes
 from tests.kept import game, seal_episodes
 from tests.run.test_run_directory import config_in
 
@@ -63,6 +66,25 @@ def test_all_that_was_played_is_kept(run: RunDirectory) -> None:
     with pytest.raises(ManifestError, match="gone"):
         write_episodes(run.episodes_path(4), run.stores, *(run.manifest(3, s) for s in STAGES))
     assert not run.episodes_path(4).exists()
+
+
+def test_an_opponent_that_is_trained_is_kept_and_shown_as_nobodys_answers(
+    run: RunDirectory,
+) -> None:
+    path = run.episodes_path(3)
+    write_episodes(path, run.stores, *seal_episodes(run, 3, [[game(7), game(8)]]))
+    alone = read_episodes(path), pack_episodes([(3, path)], None, 10, 10**6)
+    both = [game(7), game(8)]
+    for episode in both:
+        rival = Sample(role=OPPONENT_ROLE)
+        rival.begin_turn([1, 2], "its board")
+        rival.answer([4], [-0.5], [VersionSpan(0, 0, 1)], "its move")
+        rival.turn_rewards[-1] = -1.0
+        episode.samples.append(rival)
+    path = run.episodes_path(4)
+    write_episodes(path, run.stores, *seal_episodes(run, 4, [both]))
+    assert read_samples(path).num_rows == 4
+    assert (read_episodes(path), pack_episodes([(3, path)], None, 10, 10**6)) == alone
 
 
 def test_episodes_dealt_in_any_order_are_kept_in_theirs(run: RunDirectory) -> None:
@@ -161,6 +183,8 @@ import os, signal, sys
 from pathlib import Path
 import earl_core.run.episodes as episodes
 from earl_core.run import RunDirectory
+from earl_core.trajectory.samples import OPPONENT_ROLE, Sample, VersionSpan
+from tasks.reports.run_page.stored_episodes import pack_episodes
 from tests.kept import game, seal_episodes
 from tests.run.test_run_directory import config_in
 

@@ -48,7 +48,7 @@ class TrainingSample:
     step. None: not known, and not needed by the caller. current: uint8 [L], 1 on tokens that the
     policy about to be updated sampled, 0 on an older one's; None: no older one's are among them.
     kl_coefficient: None where it is equal for all samples of a batch. masks: of tokens that were
-    sampled under a grammar.
+    sampled under a grammar. episode_id: what a loss counts as one episode (`data.parts`).
     """
 
     tokens: np.ndarray

@@ -23,6 +23,7 @@ from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
 from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.learner.data.masks import FORMS
 from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.data.parts import ROLE, part_ids
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.pretrained.grammars import TokenMasks
 from earl_core.run.worker import PlanReads
@@ -40,7 +41,7 @@ _VERSIONS = ("policy_version_first", "policy_version_last")
 TOKEN_VERSIONS = "token_versions"
 """Column of the versions that sampled each token, where they change within an answer."""
 
-TRAINED = (*SCORED, *_VERSIONS, TOKEN_VERSIONS, "advantages", "reference_logprobs")
+TRAINED = (*SCORED, ROLE, *_VERSIONS, TOKEN_VERSIONS, "advantages", "reference_logprobs")
 """Columns of a sample that is trained on; the reference's only where there is one."""
 
 LABEL = "environment"
@@ -182,7 +183,7 @@ def training_samples(
     current = None
     if policy_version is not None and there.issuperset(_VERSIONS):
         current = _current_tokens(batch, policy_version)
-    episodes = batch.scalars("episode_id")
+    episodes = part_ids(batch)
     groups = batch.scalars("group_id")
     charged = None
     if kl_coefficient is not None:
@@ -229,7 +230,8 @@ def _current_tokens(batch: Batch, policy_version: int) -> list[np.ndarray] | Non
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The samples of one optimizer step.
+    """The samples of one optimizer step. A role's part of an episode stands for an episode, where
+    conversations have roles (`data.parts`).
 
     rows: indices into the update's samples, those of this rank; none where all are skipped.
     totals: its trained tokens, and episodes with any, over all ranks. token_counts: trained tokens

@@ -18,8 +18,9 @@ import xxhash
 
 from earl_core.dispatch import Batch
 from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.data.parts import ROLE, part_ids
 
-ADVANTAGES = ("advantages", "loss_mask", "episode_id", "group_id")
+ADVANTAGES = ("advantages", "loss_mask", "episode_id", "group_id", ROLE)
 """Columns that tell which samples add nothing."""
 
 _MEASURED_SHARE = 0.05
@@ -44,7 +45,7 @@ class Skipped:
 def advantage_table(batch: Batch) -> np.ndarray:
     """Tabulate what `choose` needs, int64 [rows, 6]: `sample_table`'s four columns, 1 where a
     trained token has an advantage other than 0, and all tokens."""
-    episodes, groups = batch.scalars("episode_id"), batch.scalars("group_id")
+    episodes, groups = part_ids(batch), batch.scalars("group_id")
     return _table(
         (id_, group, episode, batch.row("loss_mask", row), batch.row("advantages", row))
         for row, (id_, group, episode) in enumerate(zip(batch.rows, groups, episodes, strict=True))

@@ -76,8 +76,11 @@ async def play_against_policy(
     episodes = playing.result()
     for episode in episodes:
         episode.opponent_versions = table.versions.get(episode.episode_id, [])
-        if not episode.failed:
-            _join(episode, table.samples.get(episode.episode_id, []))
+        samples = [] if episode.failed else table.samples.get(episode.episode_id, [])
+        if episode.episode_id in table.paid:
+            _join(episode, samples)
+        else:
+            meter.opponent_samples_unpaid += len(samples)
     return episodes
 
 
@@ -105,13 +108,15 @@ class _Table:
     ) -> None:
         self._pool, self._meter, self._specs, self._both = pool, meter, specs, both
         self._sessions: dict[int, Session] = {}
-        self._paid: set[int] = set()
         self.under_way = 0
         """Calls of environments under way."""
         self.versions: dict[int, list[int]] = {}
         """Policy versions that have answered the environments of episodes that are closed."""
         self.samples: dict[int, list[Sample]] = {}
         """Conversations of their opponents, where these are trained."""
+        self.paid: set[int] = set()
+        """Episodes whose environment has told a reward of the opponent. One that is cut on the
+        policy's side may have told none, which is no reward of 0."""
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -121,6 +126,7 @@ class _Table:
     async def reset(self, episode_id: int, prompt: int, seed: int) -> list[Message]:
         """An episode that is played anew gets another session, with the same draws."""
         await self._leave(episode_id)
+        self.paid.discard(episode_id)
         session = self.gateway.open(self._specs[episode_id], trained=False)
         self._sessions[episode_id] = session
         async with self._call(episode_id):
@@ -143,9 +149,9 @@ class _Table:
             return result
         side = self._sessions[episode_id].opponent
         if OPPONENT_REWARD in result.info:
-            self._paid.add(episode_id)
+            self.paid.add(episode_id)
             side.pay(float(result.info[OPPONENT_REWARD]))
-        if result.done and side.calls and episode_id not in self._paid:
+        if result.done and side.calls and episode_id not in self.paid:
             told = (
                 "environment.train is `all`, and no step told the opponent's reward: put it into "
                 'StepResult.info["opponent_reward"]'
@@ -173,7 +179,6 @@ class _Table:
         session = self._sessions.pop(episode_id, None)
         if session is not None:
             self.versions[episode_id] = session.opponent_versions
-            self._paid.discard(episode_id)
             if self._both:
                 self.samples[episode_id] = session.opponent.branches.samples
             session.abandon()

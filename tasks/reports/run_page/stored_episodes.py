@@ -22,11 +22,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
 from earl_core.run.episodes import EpisodesDamaged, read_samples
 from earl_core.secrets import redact
 from earl_core.secrets.redactor import HIDDEN
+from earl_core.trajectory.samples import OPPONENT_ROLE
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ def pack_episodes(
     quotas = _quotas(most, len(files))
     for number, ((iteration, file), quota) in enumerate(zip(files, quotas, strict=True)):
         try:
-            table = read_samples(file, quota, [*_SCALARS, *_LISTS])
+            table = _own(read_samples(file, quota, [*_SCALARS, *_LISTS, "role"]))
         except FileNotFoundError:
             continue  # A live run removes its oldest.
         except EpisodesDamaged as error:
@@ -91,6 +93,13 @@ def pack_episodes(
             used = _add_part(packed, episodes, piece, tokens, encoders, room)
             share, left = share - used, left - used
     return packed
+
+
+def _own(table: pa.Table) -> pa.Table:
+    """The samples that are not an opponent's, whose turns and rewards are none of the episode's."""
+    if "role" not in table.column_names:
+        return table
+    return table.filter(pc.not_equal(table["role"], OPPONENT_ROLE))
 
 
 def _quotas(most: int, files: int) -> list[int]:
