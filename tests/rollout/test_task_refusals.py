@@ -12,12 +12,17 @@ from typing import Any
 
 import pytest
 
+from earl_core.cluster.rank_process import WorkerContext
+from earl_core.config import parse_config
+from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.registry import check
 from earl_core.environments.task_directories.docker_runtime import executed, lines_of, started
 from earl_core.environments.task_directories.dockerfile import read_image
 from earl_core.environments.task_directories.environment import read_tasks
+from earl_core.environments.task_directories.hidden import hidden_paths
 from earl_core.environments.task_directories.root import fill
+from earl_core.run.worker import RunWorker
 from earl_core.system.errors import ConfigError
 from tests.rollout.test_task_directories import COMMAND, SOLVED, TIMES, harbor, terminal_bench
 
@@ -171,6 +176,54 @@ def test_a_copy_writes_nothing_outside_of_its_root(tmp_path: Path) -> None:
     assert (root / "away").is_dir()
     assert [each.name for each in away.iterdir()] == ["file"]
     assert (away / "file").read_text() == "the host's"
+
+
+def test_what_agents_must_not_read_is_known_from_the_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("EARL_PRIVATE_PATHS", "")
+    secret = ["home/.ssh/id", "gateway.key", "token", "runs/x/serve.key", "repository/.git/HEAD"]
+    for file in secret:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    tasks = tmp_path / "repository" / "tasks"
+    for name in ("one", "held-out"):
+        harbor(tasks / name, "nothing", SOLVED)
+    given = {
+        "name": "x", "iterations": 1, "runs_directory": str(tmp_path / "runs"),
+        "model": {"path": "x"},
+        "environment": {
+            "agent": "program",
+            "options": {"command": ["true"], "variables": {"KEY": f"file:{tmp_path / 'token'}"}},
+        },
+        "rollout": {
+            "prompts_per_iteration": 1, "group_size": 2, "max_turns": 1,
+            "gateway": {
+                "public_url": "https://x:{port}", "certfile": "x",
+                "keyfile": str(tmp_path / "gateway.key"),
+            },
+        },
+    }  # fmt: skip
+    dumped = parse_config(given).model_dump(mode="json")
+    context = WorkerContext(0, 1, "rollout", tmp_path / "log")
+    run = str(tmp_path / "runs" / "x")
+    RunWorker(context, StageDeployment("rollout")._asdict(), config=dumped, run_directory=run)
+    private = {"home/.ssh", "gateway.key", "token", "runs", "runs/x", "repository/.git"}
+    named = {f"repository/tasks/{each}" for each in ("one", "held-out")}
+
+    def hidden(needed: str) -> set[str]:
+        found = map(Path, hidden_paths(tasks, [str(tmp_path / needed)]))
+        return {str(each.relative_to(tmp_path)) for each in found if tmp_path in each.parents}
+
+    assert hidden("agent.py") == private | named | {"repository/tasks"}
+    assert hidden("repository/tasks/agent.py") == private | named
+    for needed, told in (
+        ("repository/tasks/held-out/x", "lies in the task directory .*must not see: move it out"),
+        ("runs/x", "runs', whose secrets it must not see: move it out, choose another runs_dir"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            hidden(needed)
 
 
 @pytest.mark.parametrize(
