@@ -52,6 +52,15 @@ def configured(
     )
 
 
+def engines_of_a_host(config: RunConfig, hardware: Hardware) -> int:
+    """The most engines that the run file asks for on one host, in any iteration."""
+    found = []
+    for _, at in config.stages.steps():
+        engines, _ = configured(config.stages, config.rollout, config.update, hardware, at)
+        found.append(most_on_a_host(engines, hardware.hosts) // engines.tensor_parallel)
+    return max(found, default=1)
+
+
 def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> None:
     """Raise `ConfigError` for stage deployments that this model or this machine does not allow.
 

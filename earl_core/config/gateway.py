@@ -12,11 +12,13 @@ from pydantic import Field, model_validator
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.system.certificates import check_certificate
 from earl_core.system.errors import ConfigError
+from earl_core.system.listening import listen_within
+from earl_core.system.processes import host_name
 from earl_core.system.settings import Settings
 
 _LAST_PORT = 65535
-PORT = "{port}"
-"""Stands for the port in `public_url`."""
+PORT, HOST = "{port}", "{host}"
+"""Stand for port and host in `public_url`."""
 
 
 class GatewayConfig(Settings):
@@ -37,8 +39,9 @@ class GatewayConfig(Settings):
         default=None,
         pattern=r"^https?://[^/?#\s]+[^?#\s]*$",
         description="URL at which agents reach it, without /v1, such as "
-        "https://trainer.example:{port}; {port} stands for the engine's port. It is what agents "
-        "get as base_url, with the episode's name and /v1 behind it. None: agents get the "
+        "https://trainer.example:{port}; {port} stands for the engine's port, {host} for the "
+        "name of its host (EARL_HOST, or the host's own), which several hosts need. It is what "
+        "agents get as base_url, with the episode's name and /v1 behind it. None: agents get the "
         "loopback.",
     )
     certfile: str | None = Field(
@@ -70,7 +73,7 @@ class GatewayConfig(Settings):
                     "such as https://trainer.example:{port}"
                 )
             return self
-        parts = urlsplit(self.public_url.replace(PORT, "1"))
+        parts = urlsplit(filled(self.public_url, 1))
         if parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
             raise ValueError(
                 f"rollout.gateway.public_url {self.public_url!r} is not the loopback, and has no "
@@ -106,19 +109,44 @@ class GatewayConfig(Settings):
         return int(first), int(last or first)
 
 
-def check_gateway(config: GatewayConfig, played: Iterable[EnvironmentConfig]) -> None:
+def filled(url: str, port: int) -> str:
+    """A public URL with port and host of this machine."""
+    return url.replace(PORT, str(port)).replace(HOST, host_name())
+
+
+def check_gateway(
+    config: GatewayConfig, played: Iterable[EnvironmentConfig], hosts: int = 1, engines: int = 1
+) -> None:
     """Raise `ConfigError` unless agents could connect with its certificate, now, and containers at
-    all. played: the environments of the run."""
+    all. played: the environments of the run. hosts, engines: machines, and engines of one."""
+    url = config.public_url
+    host = urlsplit(filled(url, 1)).hostname or "" if url else "127.0.0.1"
     for each in played:
         docker = each.agent == "task_directories" and each.options.get("runtime") == "docker"
-        if docker and not config.public_url and each.options.get("network") != "host":
+        if docker and _is_loopback(host) and each.options.get("network") != "host":
             raise ConfigError(
                 "containers of task_directories do not reach the gateway on the loopback",
-                remedy="set rollout.gateway.public_url, or environment.options.network to host",
+                remedy="set rollout.gateway.public_url to an address of this machine's, or "
+                "environment.options.network to host",
             )
-    if config.certfile and config.keyfile and config.public_url:
-        host = urlsplit(config.public_url.replace(PORT, "1")).hostname
+    if url is None:
+        return
+    if hosts > 1 and HOST not in url:
+        raise ConfigError(
+            f"rollout.gateway.public_url {url!r} does not say which of {hosts} hosts",
+            remedy="put {host} into it",
+        )
+    first, last = config.port_range
+    if config.ports and last - first + 1 < engines:
+        raise ConfigError(
+            f"rollout.gateway.ports {config.ports!r} has fewer ports than a host has engines "
+            f"({engines})",
+            remedy=f"name a range of {engines} or more",
+        )
+    if config.certfile and config.keyfile:
         check_certificate(Path(config.certfile), Path(config.keyfile), host)
+    if hosts == 1:
+        listen_within(config.host, config.port_range).close()
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig, check_references
-from earl_core.config.feasibility import check_devices, check_stages
+from earl_core.config.feasibility import check_devices, check_stages, engines_of_a_host
 from earl_core.config.gateway import check_gateway
 from earl_core.control.ancestor import Ancestor, beginning
 from earl_core.control.failure_diagnosis import is_loss
@@ -68,8 +68,10 @@ def preflight(
     # From here on this process hides what they lead to.
     check_references(config)
     suites = config.evaluation.suites
-    check_gateway(config.rollout.gateway, [*config.played.values(), *suites])
     hardware = hardware_of(hosts, config.cluster.fewest)
+    engines = engines_of_a_host(config, hardware)
+    played = [*config.played.values(), *suites]
+    check_gateway(config.rollout.gateway, played, len(hosts), engines)
     model = None
     if (Path(begins.model.path) / "config.json").is_file():
         model = fitting_model(begins, hardware)

@@ -20,7 +20,9 @@ from earl_core.dispatch.reads.plan import DispatchPlan
 from earl_core.dispatch.shards.manifest import Manifest, await_manifest, sealed_path
 from earl_core.dispatch.shards.store import ShardStore
 from earl_core.run.run_stores import run_store
+from earl_core.secrets import files_of
 from earl_core.system.errors import Cancelled
+from earl_core.system.private_paths import note_private
 from earl_core.system.processes import host_name
 
 _SEEN_SECONDS = 60.0
@@ -49,6 +51,9 @@ class RunWorker:
         self._config = parse_config(config)
         self._run_directory = Path(run_directory)
         self._peers = Peers(*peers)
+        key = self._config.rollout.gateway.keyfile
+        named = [self._config.runs_directory, run_directory, *files_of(config)]
+        note_private([*named, key] if key else named)
 
     @property
     def _hosts(self) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ from earl_core.secrets.redactor import (
     redact_error,
     redact_tree,
 )
-from earl_core.secrets.references import resolve
+from earl_core.secrets.references import files_of, resolve
 
 __all__ = [
+    "files_of",
     "find_secrets",
     "guard_logging",
     "guard_output",

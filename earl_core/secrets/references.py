@@ -34,6 +34,17 @@ def resolve(value: Any) -> Any:
     return found
 
 
+def files_of(value: Any) -> list[str]:
+    """The files that references in plain data name."""
+    if isinstance(value, dict):
+        return files_of(list(value.values()))
+    if isinstance(value, list | tuple):
+        return [each for item in value for each in files_of(item)]
+    if isinstance(value, str) and is_reference(value) and value.startswith("file:"):
+        return [value.removeprefix("file:")]
+    return []
+
+
 def _from_environment(name: str) -> str:
     found = os.environ.get(name, "")
     if not found:

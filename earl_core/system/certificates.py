@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import shlex
 import ssl
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,10 @@ def check_certificate(certificate: Path, key: Path, host: str | None) -> None:
             remedy="renew it",
         )
     serving(certificate, key)
+    if key.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"the key {key} can be read by others", remedy=f"chmod 600 {shlex.quote(str(key))}"
+        )
     if host and not any(_covers(each, host) for each in _names(first)):
         told = ", ".join(str(each) for each in _names(first)) or "no name"
         raise ConfigError(

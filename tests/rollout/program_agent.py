@@ -59,6 +59,9 @@ def main() -> None:
         if does == "posts twice":
             status, reply = ask("reward", reward)
             assert (status, reply["error"]["code"]) == (409, "reward_posted")
+    elif does == "posts unasked":
+        status, reply = ask("reward", 1.0)
+        assert (status, reply["error"]["code"]) == (409, "reward_not_awaited")
     elif does == "exits":
         sys.exit(task["index"] % 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ def main() -> None:
     if does == "looks":
         _look(task)
     elif does == "cheats":
+        assert ask("reward", 1.0)[0] == 409
         for path in ("/logs/verifier", "/tests"):
             subprocess.run(["rm", "-rf", path], check=True)
         os.rmdir("/logs/agent")
@@ -33,6 +35,30 @@ def main() -> None:
         os.symlink("/etc", "/logs")
         os.mkdir("/tests")
         Path("/tests/test.sh").write_text("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
+    elif does == "brings a shell":
+        os.unlink("/bin")
+        os.mkdir("/bin")
+        for name in ("sh", "bash"):
+            Path("/bin", name).write_text(
+                f"#!{sys.executable}\nopen('/logs/verifier/reward.txt', 'w').write('1')\n"
+            )
+            os.chmod(f"/bin/{name}", 0o755)
+    elif does == "wrecks":
+        shutil.rmtree("/tmp/home")
+        os.rename("/var", "/v2")
+        os.symlink("/etc", "/var")
+        os.chmod("/logs", 0)
+        for name in os.listdir("/"):
+            if os.path.islink(f"/{name}"):
+                os.unlink(f"/{name}")
+        os.chmod("/", 0)
+    elif does == "breaks tests":
+        os.unlink("given.txt")
+    elif does == "digs":
+        for _ in range(1500):
+            os.mkdir("deep")
+            os.chdir("deep")
+        os.chmod(".", 0)
     elif does == "exit 1":
         Path("/logs/verifier/reward.txt").write_text("1")
     elif does == "hangs":
@@ -50,7 +76,12 @@ def main() -> None:
 
 def _look(task: dict[str, object]) -> None:
     """What an episode sees is written where its tests read it."""
+    begun = Path(os.environ["TASKS"]).parent
     found = {
+        "private": {
+            str(each): _seen(begun / each)
+            for each in (".git", "history", "elsewhere/linked", "runs", "gateway.key", "open.txt")
+        },
         "files": sorted(os.listdir(".")),
         "bytes": list(Path("a b.bin").read_bytes()),
         "link": os.readlink("link"),
@@ -65,6 +96,10 @@ def _look(task: dict[str, object]) -> None:
         "written": _writes("/etc/earl-was-here"),
     }
     Path("/logs/agent/found.json").write_text(json.dumps(found))
+
+
+def _seen(path: Path) -> object:
+    return os.listdir(path) if path.is_dir() else path.read_text()
 
 
 def _writes(path: str) -> bool:

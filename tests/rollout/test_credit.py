@@ -49,6 +49,8 @@ def test_an_agents_rewards_are_those_of_its_turns_and_wrong_ones_cost_the_episod
 
 def test_rewards_are_posted_by_every_api_and_refused_at_once() -> None:
     async def scenario(asking: Asking) -> None:
+        asking.session.awaits_reward = True
+
         async def post(path: str, body: Any) -> Any:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             reply = await asking.http.post(f"{asking.url}/{path}", content=content)

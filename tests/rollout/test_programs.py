@@ -64,8 +64,8 @@ def test_a_program_posts_its_reward_once() -> None:
         assert (each.total_reward, each.info) == (0.75, {"outcome": "posted"})
     assert found[2].finish_reason == "environment_error"
     assert "no reward was posted" in str(found[2].info["failure"])
-    (both,) = play(1, command=COMMAND, reward="exit_code", task={"does": ["posts"]})
-    assert "was posted and returned" in str(both.info["failure"])
+    (other,) = play(1, command=COMMAND, reward="exit_code", task={"does": ["posts unasked"]})
+    assert (other.finish_reason, other.total_reward) == ("done", 1.0), other.info
 
 
 def test_an_exit_code_is_a_reward() -> None:

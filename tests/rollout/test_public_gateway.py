@@ -17,11 +17,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
+from earl_core.config import parse_config
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.config.gateway import GatewayConfig, check_gateway
+from earl_core.config.feasibility import engines_of_a_host
+from earl_core.config.gateway import GatewayConfig, check_gateway, filled
+from earl_core.deployment.shapes import Hardware
 from earl_core.rollout.gateway.front import Front
 from earl_core.rollout.public_address import PublicAddress
 from earl_core.system.errors import ConfigError
+from earl_core.system.listening import listen
 from tests.rollout.asking import HELLO, Asking, answering, limits
 from tests.rollout.test_gateway import played
 
@@ -57,6 +61,7 @@ def files(folder: Path, name: str = "one", days: int = 2, address: str = "127.0.
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+    Path(paths.keyfile).touch(0o600)
     Path(paths.keyfile).write_bytes(private)
     return paths
 
@@ -181,7 +186,45 @@ def test_containers_need_more_than_the_loopback() -> None:
     with pytest.raises(ConfigError, match="do not reach the gateway on the loopback: set rollout"):
         check_gateway(GatewayConfig(), [played()])
     check_gateway(GatewayConfig(), [played(network="host"), played(runtime="subprocess")])
+    local = GatewayConfig(public_url="http://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=r"an address of this machine's, or environment.options"):
+        check_gateway(local, [played()])
+    check_gateway(local, [played(network="host")])
     check_gateway(GatewayConfig(public_url="https://x:{port}"), [played()])
+
+
+def test_each_engine_of_each_host_has_an_address_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EARL_HOST", "one.example")
+    assert filled("https://{host}:{port}", 8100) == "https://one.example:8100"
+    plain = GatewayConfig(ports="8100-8101", public_url="https://x:{port}")
+    with pytest.raises(ConfigError, match=r"which of 2 hosts: put {host} into it"):
+        check_gateway(plain, [], hosts=2)
+    named = GatewayConfig(ports="8100-8101", public_url="https://{host}:{port}")
+    check_gateway(named, [], hosts=2, engines=2)
+    with pytest.raises(ConfigError, match=r"'8100-8101' has fewer ports .*range of 3 or more"):
+        check_gateway(named, [], engines=3)
+    config = parse_config(
+        {
+            "name": "x",
+            "iterations": 1,
+            "model": {"path": "x"},
+            "environment": {"name": "prompt"},
+            "rollout": {"prompts_per_iteration": 8, "group_size": 2, "max_turns": 1},
+            "stages": {
+                "rollout": {"replicas": 2},
+                "changes": [{"iteration": 1, "rollout": {"replicas": 6}}],
+            },
+        }
+    )
+    hardware = Hardware(cpu_cores=8, memory_bytes=2**35, hosts=2)
+    assert engines_of_a_host(config, hardware) == 3
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        busy = GatewayConfig(ports=f"{port}", public_url="http://127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match=r"every port of rollout.gateway.ports"):
+            check_gateway(busy, [])
 
 
 def test_files_of_tls_are_checked_before_work(tmp_path: Path, one: Files) -> None:
@@ -198,6 +241,8 @@ def test_files_of_tls_are_checked_before_work(tmp_path: Path, one: Files) -> Non
     assert "is not the key of the certificate" in refused(one, keyfile=one.certfile)
     assert "and not now: renew it" in refused(files(tmp_path, "old", days=-1))
     assert "and not now" in refused(files(tmp_path, "new", days=30))
+    Path(other.keyfile).chmod(0o640)
+    assert "can be read by others: chmod 600" in refused(other)
     told = refused(one, public_url="https://elsewhere.example:{port}")
     assert "is for *.trainer.example, 127.0.0.1, and clients connect to elsewhere.example" in told
     assert "clients connect to 127.0.0.2" in refused(one, public_url="https://127.0.0.2:{port}")

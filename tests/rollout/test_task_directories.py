@@ -20,6 +20,7 @@ from earl_core.environments.registry import check
 from earl_core.environments.task_directories import scratch
 from earl_core.environments.task_directories.environment import read_tasks
 from earl_core.system.errors import ConfigError
+from earl_core.system.private_paths import note_private
 from earl_core.trajectory.samples import Episode
 from tests.rollout.asking import answering, limits
 from tests.rollout.test_gateway import played
@@ -129,7 +130,26 @@ def test_an_agent_has_the_files_of_its_task_and_sees_no_tests(
     tasks = tmp_path / "begun" / "tasks"
     monkeypatch.chdir(tmp_path / "begun")
     monkeypatch.setenv("OF_THE_TRAINER", "SESAME")
+    tasks.mkdir()
+    # What the agent could read otherwise: a task that lies elsewhere, the tests' history, secrets.
+    linked = harbor(tasks.parent / "elsewhere" / "linked", "solves", SOLVED)
+    (tasks / "linked").symlink_to(linked)
+    for file in ("history/config", "runs/one/serve.key", "gateway.key", "open.txt"):
+        (tasks.parent / file).parent.mkdir(parents=True, exist_ok=True)
+        (tasks.parent / file).write_text("text")
+    (tasks.parent / ".git").write_text("gitdir: history")
+    monkeypatch.setenv("EARL_PRIVATE_PATHS", "")
+    note_private([str(tasks.parent / each) for each in ("runs", "gateway.key")])
+    private = {
+        ".git": "gitdir: history",
+        "history": [],
+        "elsewhere/linked": [],
+        "runs": [],
+        "gateway.key": "",
+        "open.txt": "text",
+    }
     wanted = {
+        "private": private,
         "files": ["a b.bin", "deep folder", "link", "solved.txt"], "bytes": [0, 255, 10],
         "link": "a b.bin", "runs": "it runs\n", "variable": "two words", "secret": False,
         "tests": False, "tasks": [], "others": [], "named": "of a variable",
@@ -165,8 +185,12 @@ def test_an_agent_has_the_files_of_its_task_and_sees_no_tests(
     terminal_bench(tasks / "bench", "solves", bench + "test ! -e tests -a ! -e solution.sh")
     terminal_bench(tasks / "bench wrong", "solves", "exit 1")
     (tmp_path / "named.pem").write_text("of a variable")
-    found = play(tasks, variables={"NAMED": str(tmp_path / "named.pem")})
-    for name, reward in (("looks", 1.0), ("bench", 1.0), ("bench wrong", 0.0)):
+    found = play(
+        tasks,
+        variables={"NAMED": str(tmp_path / "named.pem")},
+        pass_variables=["TASKS_OF_TEST"],
+    )
+    for name, reward in (("looks", 1.0), ("linked", 1.0), ("bench", 1.0), ("bench wrong", 0.0)):
         assert (found[name].finish_reason, found[name].total_reward) == ("done", reward), found[
             name
         ]
@@ -181,12 +205,22 @@ def test_an_episode_ends_whole_whatever_its_agent_does(tmp_path: Path) -> None:
     harbor(tasks / "cheats", "cheats", "echo 0 > /logs/verifier/reward.txt")
     harbor(tasks / "hangs", "hangs", SOLVED, TIMES.format(2, 20))
     harbor(tasks / "fails", "fails", SOLVED)
+    for does, test in {
+        "brings a shell": "echo 0 > /logs/verifier/reward.txt",
+        "wrecks": "ls /var/tmp && " + SOLVED,
+        "breaks tests": "test -f given.txt && echo 0.5 > /logs/verifier/reward.txt",
+        "digs": SOLVED,
+    }.items():
+        harbor(tasks / does, does, test)
     found = play(tasks)
     rewards = {"cheats": 0.0, "hangs": 1.0, "leaves a child": 1.0, "locks up": 1.0}
+    rewards |= {"brings a shell": 0.0, "wrecks": 1.0, "breaks tests": 0.0, "digs": 1.0}
     for name, reward in rewards.items():
         assert (found[name].finish_reason, found[name].total_reward) == ("done", reward), found[
             name
         ]
+    assert found["brings a shell"].info["outcome"] == "failed"
+    assert found["breaks tests"].info["outcome"] == "tests_broken"
     assert found["hangs"].info["metrics"]["agent_timed_out"] == 1
     assert "exit code 1: the agent is lost" in str(found["fails"].info["failure"])
     check_nothing_is_left()
@@ -262,9 +296,16 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
         )
         subprocess.run([sys.executable, "-c", program], check=False)
         (left,) = scratch.base().iterdir()
-        with scratch.scratch() as held:
+        held = os.open(left, os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("a folder in a folder", dir_fd=held)
+            inner = os.open("a folder in a folder", os.O_RDONLY, dir_fd=held)
+            os.close(held)
+            held = inner
+        os.close(held)
+        with scratch.scratch() as kept:
             scratch.sweep()
-            assert held.exists()
+            assert kept.exists()
             assert not left.exists()
         assert not scratch.base().exists()
         (tmp_path / "real").mkdir()

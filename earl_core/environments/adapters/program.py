@@ -29,6 +29,7 @@ from earl_core.environments.agent import POSTED, KeyTwice, episode_result, uniqu
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.options import Options
 from earl_core.system.child import bound
+from earl_core.system.removal import remove_tree
 
 _ERROR_CHARACTERS = 2000
 
@@ -79,6 +80,8 @@ class Program:
 
     def __init__(self, options: ProgramOptions) -> None:
         self._options = options
+        self.awaits_reward = options.reward == "posted"
+        """Whether the gateway takes the reward."""
         self._task: dict[str, Any] = {}
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
@@ -91,8 +94,11 @@ class Program:
         if self._options.url:
             said = await _asked(self._options, {"task": self._task, **self.policy})
         else:
-            with tempfile.TemporaryDirectory(prefix="earl-episode-") as directory:
+            directory = tempfile.mkdtemp(prefix="earl-episode-")
+            try:
                 ended = await self._run(Path(directory))
+            finally:
+                remove_tree(directory)
             if self._options.reward == "exit_code":
                 return episode_result(float(ended.code == 0))
             if ended.code:

@@ -172,6 +172,7 @@ def _serve(connection: socket.socket) -> None:
             "deterministic": registry.can_replay(made, start["deterministic"], start["mcp"]),
             "concurrent": concurrent,
             "wants_policy": wants_policy,
+            "awaits_reward": bool(getattr(made, "awaits_reward", False)),
             "tools": offered.schemas,
             "notes": offered.notes,
             "characters": characters,

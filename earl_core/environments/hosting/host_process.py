@@ -103,6 +103,8 @@ class HostProcess:
         """True when a fresh process can play its episodes again."""
         self.wants_policy = False
         """True when its environments ask the policy."""
+        self.awaits_reward = False
+        """True when its agents post their rewards to the gateway."""
         self.concurrent = True
         """True when several of its calls may run at the same time."""
         self.tools: list[dict[str, Any]] = []
@@ -215,6 +217,7 @@ class HostProcess:
             self.notes = message["notes"]
             self.concurrent, self.characters = message["concurrent"], message["characters"]
             self.wants_policy, self.versions = message["wants_policy"], message["versions"]
+            self.awaits_reward = message["awaits_reward"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":

@@ -70,7 +70,7 @@ class InProcessSupervisor:
         self._turn: AbstractAsyncContextManager[Any] = nullcontext()
         self.characters = ""
         self.deterministic = self.concurrent = True
-        self.wants_policy = False
+        self.wants_policy = self.awaits_reward = False
         self.tools: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
@@ -92,6 +92,7 @@ class InProcessSupervisor:
         self.characters = registry.characters_of(made, settings.name)
         self.concurrent = bool(getattr(made, "concurrent", True))
         self.wants_policy = bool(getattr(made, "wants_policy", False))
+        self.awaits_reward = bool(getattr(made, "awaits_reward", False))
         self.deterministic = registry.can_replay(made, settings.deterministic, settings.mcp)
         tools = await registry.host_tools(
             settings.tools, settings.mcp, settings.tool_timeout_seconds

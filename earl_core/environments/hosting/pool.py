@@ -261,6 +261,12 @@ class EnvironmentPool:
         return process is not None and process.wants_policy
 
     @property
+    def awaits_reward(self) -> bool:
+        """True when agents post their rewards to the gateway."""
+        process = self._supervisors[0].process
+        return process is not None and process.awaits_reward
+
+    @property
     def versions(self) -> dict[str, str]:
         """Versions of the hosts' Python ("python") and its packages, where `python` is another."""
         process = self._supervisors[0].process

@@ -9,9 +9,10 @@ import logging
 import os
 import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 from earl_core.environments.adapters.run_program import Ended, run_program
@@ -24,15 +25,32 @@ from earl_core.system.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _LABEL = "earl.task"
-_PROBE_SECONDS = 30
+_BEGUN = "earl-begun"
+_PROBE_SECONDS, _SAID_BYTES = 30, 2000
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class DockerRuntime:
-    """network: docker's, "host" where the gateway is on the loopback. mounts: folders of the host
-    that containers read, `HOST:CONTAINER`. Raises ConfigError where docker is not there."""
+    """variables: of the command. network: docker's, "host" where the gateway is on the loopback.
+    mounts: folders of the host that containers read, `HOST:CONTAINER`. Raises ConfigError where
+    docker is not there, or does not take a variable."""
 
-    def __init__(self, command: Sequence[str], network: str, mounts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        network: str,
+        mounts: Sequence[str],
+    ) -> None:
+        for task in tasks:
+            for name, value in {**task.variables, **task.test_variables, **variables}.items():
+                if not is_line(f"{name}={value}"):
+                    raise ConfigError(
+                        f"the variable {name} of the task {task.name!r} has several lines, which "
+                        "docker does not take",
+                        remedy="give it one line",
+                    )
         self.command = list(command)
         self._network, self._mounts = network, mounts
         self._built: dict[str, str] = {}
@@ -66,13 +84,27 @@ class DockerRuntime:
         """Give the container of one episode, which goes afterwards."""
         image = await self._image(task)
         name = f"earl-{uuid.uuid4().hex}"
+        # The container ends with its client's input, and so with whoever holds that.
+        client = await asyncio.create_subprocess_exec(
+            *bound(["docker", *started(name, image, task, self._network, self._mounts)]),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=dict(os.environ),
+            start_new_session=True,
+        )
         try:
-            await _docker(started(name, image, task, self._network, self._mounts))
+            await _begun(client)
             yield Container(task, name, self._network)
         finally:
-            ended = await run_program(["docker", "rm", "--force", "--volumes", name], "", _own())
+            ended = await run_program(
+                ["docker", "rm", "--force", "--volumes", name], "", dict(os.environ)
+            )
             if ended.code:
                 logger.warning("the container %s cannot be removed: %s", name, ended)
+            with suppress(ProcessLookupError):
+                client.kill()
+            await client.wait()
 
     async def _image(self, task: Task) -> str:
         if task.image:
@@ -109,12 +141,22 @@ class Container:
                 "or the option network to host",
             )
         every = {**self._task.variables, **variables}
-        words = executed(self._name, command, every, self._task.workdir)
-        return await run_program(bound(["docker", *words]), given, {**_own(), **every})
+        # Variables of docker itself would be its own, a command line is seen by every user.
+        with tempfile.NamedTemporaryFile("w", prefix="earl-task-", encoding="utf-8") as file:
+            file.write(lines_of(every))
+            file.flush()
+            words = executed(self._name, command, file.name, self._task.workdir)
+            return await run_program(bound(["docker", *words]), given, dict(os.environ))
 
     async def add_tests(self) -> None:
-        """Show the tests."""
-        clear = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier"
+        """End what the agent has left running, and show the tests."""
+        # All but this shell and the first process, which waits. None may be left.
+        kill = ["exec", "--user", "root", self._name, "sh", "-c", "kill -9 -1 2>/dev/null; true"]
+        await _docker(kill)
+        clear = (
+            "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && "
+            "chmod 777 /logs/verifier"
+        )
         await _docker(["exec", "--user", "root", self._name, "sh", "-c", clear])
         if self._task.tests.is_dir():
             await _docker(["cp", f"{self._task.tests}/.", f"{self._name}:/tests"])
@@ -130,34 +172,51 @@ class Container:
 
 
 def started(name: str, image: str, task: Task, network: str, mounts: Sequence[str]) -> list[str]:
-    """Arguments that start a task's container, which waits."""
+    """Arguments that start a task's container, which says so and waits for the end of its input."""
     limits = [*(["--cpus", str(task.cpus)] if task.cpus else [])]
     limits += ["--memory", f"{task.memory_mb}m"] if task.memory_mb else []
     shown = [word for each in mounts for word in ("--volume", f"{each}:ro")]
     return [
-        "run", "--detach", "--init", "--name", name, "--label", f"{_LABEL}={task.name}",
-        "--network", network, *limits, *shown, "--entrypoint", "sh", image, "-c", "sleep infinity",
+        "run", "--rm", "--interactive", "--name", name, "--label", f"{_LABEL}={task.name}",
+        "--network", network, *limits, *shown, "--entrypoint", "sh", image, "-c",
+        f"echo {_BEGUN}; exec cat > /dev/null",
     ]  # fmt: skip
 
 
-def executed(
-    name: str, command: Sequence[str], variables: Mapping[str, str], workdir: str | None
-) -> list[str]:
-    """Arguments that run a command in it. Values of variables are docker's own variables, because a
-    command line is seen by every user."""
-    named = [word for each in variables for word in ("--env", each)]
+def executed(name: str, command: Sequence[str], variables: str, workdir: str | None) -> list[str]:
+    """Arguments that run a command in it. variables: the file that has them."""
     inside = ["--workdir", workdir] if workdir else []
-    return ["exec", "--interactive", *named, *inside, name, *command]
+    return ["exec", "--interactive", "--env-file", variables, *inside, name, *command]
+
+
+def is_line(text: str) -> bool:
+    """Whether a file of variables can hold it: a further line would be a variable of its own, the
+    host's where it is a name alone."""
+    return not set(text) & set("\n\r\0")
+
+
+def lines_of(variables: Mapping[str, str]) -> str:
+    """The text of a file of variables."""
+    lines = [f"{name}={value}" for name, value in variables.items()]
+    assert all(map(is_line, lines))
+    return "".join(f"{line}\n" for line in lines)
+
+
+async def _begun(client: asyncio.subprocess.Process) -> None:
+    """Wait until a container runs. Raises `EnvironmentFailed` where it ends before."""
+    assert client.stdout is not None
+    said = b""
+    # An image may have to be fetched, of which docker tells first.
+    async for line in client.stdout:
+        if line.strip() == _BEGUN.encode():
+            return
+        said = (said + line)[-_SAID_BYTES:]
+    raise EnvironmentFailed(-1, "exception", f"docker run ended: {said.decode(errors='replace')}")
 
 
 async def _docker(words: Sequence[str], given: str = "") -> str:
     """Run docker; returns what it printed. Raises `EnvironmentFailed`."""
-    ended = await run_program(bound(["docker", *words]), given, _own())
+    ended = await run_program(bound(["docker", *words]), given, dict(os.environ))
     if ended.code:
         raise EnvironmentFailed(-1, "exception", f"docker {words[0]} ended with {ended}")
     return ended.printed
-
-
-def _own() -> dict[str, str]:
-
-    return dict(os.environ)

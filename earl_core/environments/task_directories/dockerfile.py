@@ -57,6 +57,12 @@ def read_image(context: Path, path: str | None) -> Image:
     return image
 
 
+def rooted(path: str) -> str:
+    """The path from the root that it means there; of several slashes at its beginning, which have
+    a meaning of their own, one is left."""
+    return "/" + posixpath.normpath(f"/{path}").lstrip("/")
+
+
 def _take(
     image: Image,
     arguments: dict[str, str],
@@ -78,7 +84,7 @@ def _take(
     elif name == "ENV":
         image.variables |= {key: filled(value) for key, value in _pairs(rest)}
     elif name == "WORKDIR":
-        image.workdir = posixpath.normpath(posixpath.join(image.workdir, filled(rest.strip())))
+        image.workdir = rooted(posixpath.join(image.workdir, filled(rest.strip())))
         image.made.append(image.workdir)
     elif name in ("COPY", "ADD") and not heres:
         image.copies += _copied(context, image.workdir, name, filled(rest))
@@ -146,12 +152,16 @@ def _copied(context: Path, workdir: str, name: str, rest: str) -> list[tuple[Pat
         paths = _matching(context, source)
         if not paths:
             raise ValueError(f"copies {source!r}, which its folder does not have")
+        for each in paths:
+            above = Path(os.path.realpath(context if each == context else each.parent))
+            if not above.is_relative_to(os.path.realpath(context)):
+                raise ValueError(f"copies {source!r} through a link out of its folder")
         folder = folder or len(paths) > 1 or len(sources) > 1
         found += [
             (each, into if each.is_dir() or not folder else posixpath.join(into, each.name))
             for each in paths
         ]
-    return [(each, posixpath.normpath(path)) for each, path in found]
+    return [(each, rooted(path)) for each, path in found]
 
 
 def _matching(context: Path, source: str) -> Sequence[Path]:

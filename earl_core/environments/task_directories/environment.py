@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import shutil
 import threading
@@ -32,7 +33,9 @@ from earl_core.environments.task_directories.task import FORMS, Task, read_task
 from earl_core.environments.tools.sandbox.program import REFUSED
 from earl_core.system.errors import ConfigError
 
-_OUTCOMES = ("passed", "partly", "failed", "tests_timed_out")
+logger = logging.getLogger(__name__)
+
+_OUTCOMES = ("passed", "partly", "failed", "tests_timed_out", "tests_broken")
 _NOT_FOUND = 127
 _REWARD, _REWARDS = "reward.txt", "reward.json"
 
@@ -50,6 +53,7 @@ class TaskDirectoryOptions(Options):
         where the host has what they install.
     timeout_multiplier: factor of the time limits that tasks have.
     variables: further variables of the command.
+    pass_variables: names of variables of the host that tasks may ask for, as ${NAME} in task.toml.
     network: docker's network of containers.
     mounts: folders of the host that containers read, HOST:CONTAINER.
     """
@@ -62,6 +66,7 @@ class TaskDirectoryOptions(Options):
     run_instructions: Literal["refuse", "skip"] = "refuse"
     timeout_multiplier: float = 1.0
     variables: dict[str, str] | None = None
+    pass_variables: tuple[str, ...] = ()
     network: str = "bridge"
     mounts: tuple[str, ...] = ()
 
@@ -109,15 +114,23 @@ class TaskDirectories:
             "EARL_DIRECTORY": runtime.workdir(task),
             **(self._options.variables or {}),
         }
-        async with runtime.place(task) as place:
-            await place.put(said)
-            limit = self._limit(task.agent_seconds)
-            ended = await _within(limit, place.run(runtime.command, said, variables))
-            if ended is not None and ended.code:
-                raise _failure(task, f"the agent ended with {ended}")
-            verdict = await self._tested(place, task)
+        began = time.monotonic()
+        try:
+            async with runtime.place(task) as place:
+                await place.put(said)
+                limit = self._limit(task.agent_seconds)
+                ended = await _within(limit, place.run(runtime.command, said, variables))
+                if ended is not None and ended.code:
+                    raise _failure(task, f"the agent ended with {ended}")
+                began = time.monotonic()
+                verdict = await self._tested(place, task)
+        except _TestsBroken as broken:
+            if not await self._sound(task, time.monotonic() - began):
+                raise _failure(task, str(broken)) from None
+            logger.info("the task %r: its agent has broken its tests: %s", task.name, broken)
+            verdict = {"reward": 0.0, "outcome": "tests_broken", "metrics": {}}
         verdict["metrics"]["agent_timed_out"] = float(ended is None)
-        return episode_result({**verdict, "task": task.name})
+        return episode_result({**verdict, "outcomes": list(_OUTCOMES), "task": task.name})
 
     def close(self) -> None:
         """Close nothing: a step ends with all that it began."""
@@ -125,23 +138,43 @@ class TaskDirectories:
     def _limit(self, seconds: float | None) -> float | None:
         return None if seconds is None else seconds * self._options.timeout_multiplier
 
+    async def _sound(self, task: Task, spent: float) -> bool:
+        """Whether the tests of a task give a reward where no agent has been. spent: seconds of the
+        tests' time that are gone. Raises `EnvironmentFailed`."""
+        known = self._world.sound
+        if task.directory not in known:
+            try:
+                async with asyncio.timeout((self._limit(task.test_seconds) or 0.0) - spent):
+                    async with self._world.runtime.place(task) as place:
+                        await self._tested(place, task)
+                known[task.directory] = True
+            except _TestsBroken:
+                known[task.directory] = False
+            except TimeoutError:
+                return True
+        return known[task.directory]
+
     async def _tested(self, place: Place | Container, task: Task) -> dict[str, Any]:
-        await place.add_tests()
+        """The verdict of the tests. Raises `_TestsBroken`."""
         script = f"/tests/{task.test.name}"
         command = [script] if task.rewards else ["bash", script]
-        began = time.monotonic()
-        running = place.run(command, "", task.test_variables)
-        ended = await _within(self._limit(task.test_seconds), running)
-        metrics = {"tests_seconds": time.monotonic() - began}
-        if ended is None:
-            outcome, reward = "tests_timed_out", 0.0
-        else:
+        try:
+            await place.add_tests()
+            began = time.monotonic()
+            running = place.run(command, "", task.test_variables)
+            ended = await _within(self._limit(task.test_seconds), running)
+            metrics = {"tests_seconds": time.monotonic() - began}
+            if ended is None:
+                return {"reward": 0.0, "outcome": "tests_timed_out", "metrics": metrics}
             reward, further = await _reward(place, task, ended)
-            metrics |= further
-            outcome = "passed" if reward >= 1 else "partly" if reward > 0 else "failed"
-        return {
-            "reward": reward, "outcome": outcome, "outcomes": list(_OUTCOMES), "metrics": metrics
-        }  # fmt: skip
+        except (OSError, EnvironmentFailed) as error:
+            raise _TestsBroken(f"the tests could not be run: {error}") from error
+        outcome = "passed" if reward >= 1 else "partly" if reward > 0 else "failed"
+        return {"reward": reward, "outcome": outcome, "metrics": metrics | further}
+
+
+class _TestsBroken(Exception):
+    """The tests gave no reward, which may be their fault, or their agent's."""
 
 
 class _World:
@@ -161,13 +194,17 @@ class _World:
 
     def __init__(self, options: TaskDirectoryOptions) -> None:
         path = Path(options.path)
-        self.tasks = read_tasks(path, options.only, options.leave_out)
+        self.tasks = read_tasks(path, options.only, options.leave_out, options.pass_variables)
+        self.sound: dict[Path, bool] = {}
+        """Whether a task's tests give a reward where no agent has been, once it was tried."""
         self.runtime: SubprocessRuntime | DockerRuntime
+        variables = options.variables or {}
         if options.runtime == "docker":
-            self.runtime = DockerRuntime(options.command, options.network, options.mounts)
+            self.runtime = DockerRuntime(
+                self.tasks, options.command, variables, options.network, options.mounts
+            )
         else:
             skip = options.run_instructions == "skip"
-            variables = options.variables or {}
             self.runtime = SubprocessRuntime(self.tasks, path, options.command, variables, skip)
             sweep()
         self.runtime.probe(self.tasks[0])
@@ -176,9 +213,13 @@ class _World:
 
 
 def read_tasks(
-    path: Path, only: Sequence[str] | None = None, leave_out: Sequence[str] = ()
+    path: Path,
+    only: Sequence[str] | None = None,
+    leave_out: Sequence[str] = (),
+    passed: Sequence[str] = (),
 ) -> list[Task]:
-    """Read a folder of task directories, in the order of their names. Raises ConfigError."""
+    """Read a folder of task directories, in the order of their names. passed: variables of this
+    process that they may ask for. Raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(f"the folder of tasks {str(path)!r} does not exist", remedy="correct it")
     single = any((path / form).exists() for form in FORMS)
@@ -189,7 +230,7 @@ def read_tasks(
         if not chosen or any(fnmatchcase(folder.name, each) for each in leave_out):
             continue
         if any((folder / form).exists() for form in FORMS):
-            found.append(read_task(folder))
+            found.append(read_task(folder, passed))
         elif (folder / "instruction.md").exists() or (folder / "tests").exists():
             raise ConfigError(
                 f"the task directory {str(folder)!r} has neither {' nor '.join(FORMS)}",
@@ -217,9 +258,9 @@ async def _within(seconds: float | None, running: Any) -> Ended | None:
 async def _reward(
     place: Place | Container, task: Task, ended: Ended
 ) -> tuple[float, dict[str, float]]:
-    """The reward, and what else the tests measured. Raises `EnvironmentFailed`."""
+    """The reward, and what else the tests measured. Raises `_TestsBroken`."""
     if ended.code in (REFUSED, _NOT_FOUND):
-        raise _failure(task, f"the tests could not be run: {ended}")
+        raise _TestsBroken(f"the tests could not be run: {ended}")
     if not task.rewards:
         return float(ended.code == 0), {}
     try:
@@ -228,9 +269,9 @@ async def _reward(
         if (text := await place.reward(_REWARD)) is not None:
             return _finite(float(text)), {}
     except (OSError, ValueError, TypeError) as error:
-        raise _failure(task, f"the tests wrote no usable reward ({error})") from error
-    raise _failure(
-        task, f"the tests wrote neither {_REWARD} nor {_REWARDS} to /logs/verifier; {ended}"
+        raise _TestsBroken(f"the tests wrote no usable reward ({error})") from error
+    raise _TestsBroken(
+        f"the tests wrote neither {_REWARD} nor {_REWARDS} to /logs/verifier; {ended}"
     )
 
 

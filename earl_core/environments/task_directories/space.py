@@ -39,8 +39,8 @@ _TERMINALS = ("tty", *(Path(each).name for each in view.DEVICES))
 @dataclass(frozen=True)
 class Space:
     """root: the folder that becomes `/`. binds: paths of the host that are shown in it; their
-    places are there. hidden: folders of the host that nobody sees. workdir: where the command
-    runs; None: the space is made, nothing runs."""
+    places are there. hidden: folders and files of the host that nobody reads. workdir: where the
+    command runs; None: the space is made, nothing runs."""
 
     root: str
     binds: list[str]
@@ -107,6 +107,8 @@ def _enter(space: Space) -> None:
         if os.path.isdir(root + path):
             data = "mode=755,size=64k"
             kernel.attach("tmpfs", root + path, "tmpfs", _HELD | kernel.READ_ONLY, data)
+        elif os.path.exists(root + path):
+            kernel.attach("/dev/null", root + path, None, kernel.BIND)
     _devices(f"{root}/dev")
     try:
         kernel.attach("proc", f"{root}/proc", "proc", _HELD | kernel.NO_PROGRAMS)

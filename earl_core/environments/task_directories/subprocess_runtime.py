@@ -15,21 +15,22 @@ from pathlib import Path
 
 from earl_core.environments.adapters.run_program import Ended, run_program
 from earl_core.environments.task_directories.dockerfile import Image, read_image
-from earl_core.environments.task_directories.scratch import (
+from earl_core.environments.task_directories.hidden import hidden_paths
+from earl_core.environments.task_directories.root import (
+    HOME,
     add_tests,
-    base,
     fill,
     lay,
     own_paths,
     read_reward,
-    scratch,
+    restore,
 )
+from earl_core.environments.task_directories.scratch import base, scratch
 from earl_core.environments.task_directories.space import Space
 from earl_core.environments.task_directories.task import Task
 from earl_core.system.errors import ConfigError
 
 TASK = "/tmp/earl-task.json"
-_HOME = "/tmp/home"
 _PASSED = (
     "PATH", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "PYTHONPATH", "SSL_CERT_FILE",
     "SSL_CERT_DIR", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY",
@@ -58,10 +59,9 @@ class SubprocessRuntime:
         self._shown = [
             each for each in needed if not any(each.startswith(f"{above}/") for above in needed)
         ]
-        self._hidden = [str(base()), *_hidden(tasks, path, needed)]
+        self._hidden = [str(base()), *hidden_paths(path, needed)]
         for task in tasks:
-            own = own_paths(task, self._images[task.directory])
-            if over := sorted(set(own) & set(self._shown)):
+            if over := sorted(set(self._own(task)) & set(self._shown)):
                 raise ConfigError(
                     f"the task {task.name!r} has {over[0]} for itself, which holds the agent or "
                     "its Python here",
@@ -75,7 +75,7 @@ class SubprocessRuntime:
             root.mkdir()
             empty = replace(self._images[task.directory], copies=[])
             fill(root, task, empty, threading.Event())
-            space = self._space(root, task, None)
+            space = Space(str(root), _binds(self._lay(root, task)), self._hidden, None)
             ended = subprocess.run(
                 space.command(), env=self._variables(task), capture_output=True, check=False
             )
@@ -97,8 +97,9 @@ class SubprocessRuntime:
         )
         try:
             await asyncio.shield(filling)
-            space = self._space(root, task, self.workdir(task))
-            yield Place(task, root, space, self._variables(task))
+            laid, variables = self._lay(root, task), self._variables(task)
+            space = Space(str(root), _binds(laid), self._hidden, self.workdir(task))
+            yield Place(task, root, space, self._own(task), laid, variables)
         finally:
             stop.set()
             await asyncio.wait({filling})
@@ -109,22 +110,32 @@ class SubprocessRuntime:
         """The folder that a task's commands run in."""
         return task.workdir or self._images[task.directory].workdir
 
-    def _space(self, root: Path, task: Task, workdir: str | None) -> Space:
-        own = own_paths(task, self._images[task.directory])
-        return Space(str(root), lay(root, own, self._shown), self._hidden, workdir)
+    def _own(self, task: Task) -> list[str]:
+        return own_paths(task, self._images[task.directory])
+
+    def _lay(self, root: Path, task: Task) -> dict[str, str]:
+        return lay(root, self._own(task), self._shown)
 
     def _variables(self, task: Task) -> dict[str, str]:
         passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
         own = self._images[task.directory].variables
-        return {**passed, "HOME": _HOME, **own, **task.variables}
+        return {**passed, "HOME": HOME, **own, **task.variables}
 
 
 class Place:
     """Where one episode's commands run."""
 
-    def __init__(self, task: Task, root: Path, space: Space, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        root: Path,
+        space: Space,
+        own: Sequence[str],
+        laid: Mapping[str, str],
+        variables: Mapping[str, str],
+    ) -> None:
         self._task, self._root, self._space = task, root, space
-        self._variables = variables
+        self._own, self._laid, self._variables = own, laid, variables
 
     async def put(self, text: str) -> None:
         """Write what the agent is told to the file `TASK`."""
@@ -136,12 +147,17 @@ class Place:
         return await run_program(self._space.command(*command), given, every, True)
 
     async def add_tests(self) -> None:
-        """Show the tests."""
+        """Show the tests, and the host's programs as they were. Raises OSError."""
+        await asyncio.to_thread(restore, self._root, self._own, self._laid)
         await asyncio.to_thread(add_tests, self._root, self._task)
 
     async def reward(self, name: str) -> str | None:
         """Return what a file of the tests' holds. Raises OSError for what is no file."""
         return await asyncio.to_thread(read_reward, self._root, name)
+
+
+def _binds(laid: Mapping[str, str]) -> list[str]:
+    return [path for path, link in laid.items() if not link]
 
 
 def _image(task: Task, skip: bool) -> Image:
@@ -150,6 +166,11 @@ def _image(task: Task, skip: bool) -> Image:
             f"the task {task.name!r} needs the image {task.image!r}, which the runtime subprocess "
             "does not have",
             remedy="use runtime: docker, or leave the task out",
+        )
+    if (task.context / ".dockerignore").is_file():
+        raise ConfigError(
+            f"the task {task.name!r} has a .dockerignore, which the runtime subprocess does not do",
+            remedy="remove it, and what it names, or use runtime: docker",
         )
     image = read_image(task.context, os.environ.get("PATH"))
     if image.commands and not skip:
@@ -185,19 +206,3 @@ def _needed(command: Sequence[str], values: Sequence[str]) -> list[str]:
         wanted.add(program)
     wanted |= {os.path.realpath(each) for each in wanted}
     return sorted(wanted - {"/"})
-
-
-def _hidden(tasks: Sequence[Task], path: Path, needed: Sequence[str]) -> list[str]:
-    """The folders of the tasks; all in one where the agent lies elsewhere."""
-    whole = os.path.realpath(path)
-    if not any(each == whole or each.startswith(f"{whole}/") for each in needed):
-        return [whole]
-    folders = [os.path.realpath(task.directory) for task in tasks]
-    for folder in folders:
-        if any(each == folder or each.startswith(f"{folder}/") for each in needed):
-            raise ConfigError(
-                f"the agent, or the folder of the run, lies in the task directory {folder!r}, "
-                "whose tests it must not see",
-                remedy="move it out, or begin the run in another folder",
-            )
-    return folders

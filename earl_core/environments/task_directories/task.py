@@ -11,18 +11,25 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from earl_core.system.errors import ConfigError
+from earl_core.environments.task_directories.dockerfile import rooted
+from earl_core.environments.task_directories.task_fields import (
+    check_harbor,
+    check_terminal_bench,
+    megabytes,
+    wrong,
+)
 from earl_core.system.import_path import import_package
 
 FORMS = ("task.toml", "task.yaml")
 _AGENT_SECONDS, _TEST_SECONDS = 360.0, 60.0
 _VERIFIER_SECONDS, _BUILD_SECONDS = 600.0, 600.0
 _CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 _OUTSIDE = ("tests", "solution.sh", "solution.yaml", "run-tests.sh", *FORMS)
 
@@ -61,53 +68,44 @@ class Task:
         return self.directory / "tests"
 
 
-def read_task(directory: Path) -> Task:
-    """Read a task directory. Raises `ConfigError`."""
+def read_task(directory: Path, passed: Collection[str] = ()) -> Task:
+    """Read a task directory. passed: variables of this process that it may ask for. Raises
+    `ConfigError`."""
     harbor = (directory / FORMS[0]).is_file()
     file = directory / FORMS[not harbor]
     try:
         text = file.read_text(encoding="utf-8")
         said = tomllib.loads(text) if harbor else _yaml(text)
     except (OSError, ValueError) as error:
-        raise _wrong(directory, f"has an unreadable {file.name} ({_short(error)})") from None
+        raise wrong(directory, f"has an unreadable {file.name} ({_short(error)})") from None
     if not isinstance(said, dict):
-        raise _wrong(directory, f"has a {file.name} that is no mapping")
-    return _harbor(directory, said) if harbor else _terminal_bench(directory, said)
+        raise wrong(directory, f"has a {file.name} that is no mapping")
+    _check_links(directory)
+    return _harbor(directory, said, passed) if harbor else _terminal_bench(directory, said)
 
 
-def _harbor(directory: Path, said: Mapping[str, Any]) -> Task:
+def _harbor(directory: Path, said: Mapping[str, Any], passed: Collection[str]) -> Task:
     agent, verifier, environment = (
         _section(directory, said, name) for name in ("agent", "verifier", "environment")
     )
-    refused = {
-        "several steps": said.get("steps"),
-        "a verifier of its own environment": verifier.get("environment")
-        or verifier.get("environment_mode") == "separate",
-        "MCP servers": environment.get("mcp_servers"),
-        "a health check": environment.get("healthcheck"),
-        "a TPU": environment.get("tpu"),
-        "Windows": str(environment.get("os", "linux")).lower() != "linux",
-    }
-    for what, present in refused.items():
-        if present:
-            raise _wrong(directory, f"asks for {what}, which is not done here", "leave it out")
+    check_harbor(directory, said, agent, verifier, environment)
     file = directory / "instruction.md"
     if not file.is_file():
-        raise _wrong(directory, "has no instruction.md", "add it, or leave the task out")
+        raise wrong(directory, "has no instruction.md", "add it, or leave the task out")
     context = directory / "environment"
     test = directory / "tests" / "test.sh"
     if not test.is_file():
-        raise _wrong(directory, "has no tests/test.sh", "add it, or leave the task out")
+        raise wrong(directory, "has no tests/test.sh", "add it, or leave the task out")
     image = environment.get("docker_image")
     if not context.is_dir() and not image:
-        raise _wrong(directory, "has neither environment/ nor a docker_image", "add one")
+        raise wrong(directory, "has neither environment/ nor a docker_image", "add one")
     return Task(
         directory=directory,
         instruction=_instruction(directory, _text(directory, file)),
         context=context if context.is_dir() else None,
         outside=(),
         image=image,
-        workdir=environment.get("workdir"),
+        workdir=_workdir(directory, environment.get("workdir")),
         rewards=True,
         test=test,
         agent_seconds=_seconds(directory, agent, "agent.timeout_sec", None),
@@ -117,18 +115,23 @@ def _harbor(directory: Path, said: Mapping[str, Any]) -> Task:
             directory, environment, "environment.build_timeout_sec", _BUILD_SECONDS
         )
         or _BUILD_SECONDS,
-        variables=_variables(directory, environment, "environment.env"),
-        test_variables=_variables(directory, verifier, "verifier.env"),
+        variables=_variables(directory, environment, "environment.env", passed),
+        test_variables=_variables(directory, verifier, "verifier.env", passed),
         cpus=environment.get("cpus"),
-        memory_mb=environment.get("memory_mb"),
+        memory_mb=environment.get("memory_mb") or megabytes(directory, environment.get("memory")),
     )
 
 
 def _terminal_bench(directory: Path, said: Mapping[str, Any]) -> Task:
     test = directory / "run-tests.sh"
     if not test.is_file():
-        raise _wrong(directory, "has no run-tests.sh", "add it, or leave the task out")
-    _one_service(directory)
+        raise wrong(directory, "has no run-tests.sh", "add it, or leave the task out")
+    compose = directory / "docker-compose.yaml"
+    try:
+        services = _yaml(_text(directory, compose)) if compose.is_file() else None
+    except ValueError as error:
+        raise wrong(directory, f"has an unreadable {compose.name} ({_short(error)})") from None
+    check_terminal_bench(directory, said, services)
     return Task(
         directory=directory,
         instruction=_instruction(directory, said.get("instruction")),
@@ -147,36 +150,50 @@ def _terminal_bench(directory: Path, said: Mapping[str, Any]) -> Task:
     )
 
 
-def _one_service(directory: Path) -> None:
-    file = directory / "docker-compose.yaml"
-    if not file.is_file():
-        return
-    try:
-        said = _yaml(_text(directory, file))
-    except ValueError as error:
-        raise _wrong(directory, f"has an unreadable {file.name} ({_short(error)})") from None
-    services = said.get("services") if isinstance(said, dict) else None
-    if isinstance(services, dict) and len(services) > 1:
-        told = f"has the services {', '.join(map(str, services))} in {file.name}"
-        raise _wrong(directory, f"{told}, and one is done here", "leave the task out")
+def _check_links(directory: Path) -> None:
+    """Raise `ConfigError` where a test or a solution lies elsewhere: agents would see it, and tests
+    are copied to a place where the link leads nowhere."""
+    tests, secret = directory / "tests", ("solution", "solution.sh", "solution.yaml")
+    inside = {tests: directory, directory / "run-tests.sh": directory}
+    inside |= {directory / name: directory for name in secret}
+    for folder, bound in ((tests, tests), (directory / "solution", directory)):
+        for above, folders, files in os.walk(folder):
+            inside |= {Path(above, each): bound for each in (*folders, *files)}
+    for path, bound in inside.items():
+        if path.is_symlink():
+            away = not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(bound))
+            if away or (bound == tests and os.path.isabs(os.readlink(path))):
+                raise wrong(
+                    directory,
+                    f"has the link {path.relative_to(directory)}, which leads out of {bound.name}/",
+                    "put a copy in its place (cp -rL copies a folder so)",
+                )
+
+
+def _workdir(directory: Path, given: Any) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given.startswith("/"):
+        raise wrong(directory, f"has environment.workdir {given!r}", "give an absolute path")
+    return rooted(given)
 
 
 def _instruction(directory: Path, text: Any) -> str:
     """The instruction without the marks by which data sets are found, as Harbor leaves them out."""
     if not isinstance(text, str):
-        raise _wrong(directory, "has no instruction", "add it, or leave the task out")
+        raise wrong(directory, "has no instruction", "add it, or leave the task out")
     lines = text.split("\n")
     while lines and (not lines[0].strip() or _CANARY.match(lines[0].strip())):
         del lines[0]
     if not lines:
-        raise _wrong(directory, "has an empty instruction", "write it, or leave the task out")
+        raise wrong(directory, "has an empty instruction", "write it, or leave the task out")
     return "\n".join(lines)
 
 
 def _section(directory: Path, said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = said.get(name, {})
     if not isinstance(section, dict):
-        raise _wrong(directory, f"has a {name} in {FORMS[0]} that is no table")
+        raise wrong(directory, f"has a {name} in {FORMS[0]} that is no table")
     return section
 
 
@@ -188,21 +205,29 @@ def _seconds(
         return otherwise
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and math.isfinite(value) and value > 0):
-        raise _wrong(directory, f"has {path} {value!r}", "give seconds above 0")
+        raise wrong(directory, f"has {path} {value!r}", "give seconds above 0")
     return float(value)
 
 
-def _variables(directory: Path, section: Mapping[str, Any], path: str) -> dict[str, str]:
-    """Variables of a table, with ${NAME} and ${NAME:-default} filled in from this process's."""
+def _variables(
+    directory: Path, section: Mapping[str, Any], path: str, passed: Collection[str]
+) -> dict[str, str]:
+    """Variables of a table, with ${NAME} and ${NAME:-default} filled in from those that are
+    passed."""
     given = section.get("env", {})
-    if not isinstance(given, dict):
-        raise _wrong(directory, f"has {path} that is no table")
+    if not isinstance(given, dict) or not all(_NAME.fullmatch(each) for each in given):
+        raise wrong(directory, f"has {path} that is no table of variables")
 
     def filled(match: re.Match[str]) -> str:
-        value = os.environ.get(match[1], match[2])
+        known = match[1] in passed
+        value = os.environ.get(match[1], match[2]) if known else match[2]
         if value is None:
             told = f"needs the variable {match[1]} for {path}"
-            raise _wrong(directory, told, "set it before the run begins")
+            remedy = "set it before the run begins"
+            if not known:
+                told += ", which is not among pass_variables"
+                remedy = "name it there if the task may know it, or leave the task out"
+            raise wrong(directory, told, remedy)
         return value
 
     return {name: _VARIABLE.sub(filled, str(value)) for name, value in given.items()}
@@ -212,7 +237,7 @@ def _text(directory: Path, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise _wrong(directory, f"has an unreadable {file.name} ({_short(error)})") from None
+        raise wrong(directory, f"has an unreadable {file.name} ({_short(error)})") from None
 
 
 def _yaml(text: str) -> Any:
@@ -225,7 +250,3 @@ def _yaml(text: str) -> Any:
 
 def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
-
-
-def _wrong(directory: Path, problem: str, remedy: str = "correct it") -> ConfigError:
-    return ConfigError(f"the task directory {str(directory)!r} {problem}", remedy=remedy)

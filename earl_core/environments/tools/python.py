@@ -22,6 +22,7 @@ from pathlib import Path
 from earl_core.environments.tools.sandbox.groups import limited_groups, sweep
 from earl_core.environments.tools.sandbox.program import Settings
 from earl_core.system.errors import ConfigError
+from earl_core.system.removal import remove_tree
 
 _SECONDS = 8
 _MEMORY_BYTES = 1 << 30
@@ -101,9 +102,8 @@ async def _output(process: asyncio.subprocess.Process, code: str) -> bytes:
 def _settings(namespaces: bool, tell: bool = False) -> Iterator[Settings]:
     with ExitStack() as stack:
         groups = stack.enter_context(limited_groups(_MEMORY_BYTES, _PROCESSES))
-        folder = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="earl-python-", ignore_cleanup_errors=True)
-        )
+        folder = tempfile.mkdtemp(prefix="earl-python-")
+        stack.callback(remove_tree, folder)
         yield Settings(namespaces, folder, groups, _SECONDS, _MEMORY_BYTES, _PROCESSES, tell)
 
 

@@ -92,6 +92,10 @@ class Endpoints:
 
     async def _take_reward(self, request: Request) -> Response:
         session = self._session(request)
+        if not session.awaits_reward:
+            # Whoever reads the key, a command of the policy's too, could end the episode by it.
+            told = "the episode's reward is not posted: set environment.options.reward to posted"
+            raise refused(409, "reward_not_awaited", told)
         value = await self._parsed(request, session, lambda body: body, parse_unique)
         if session.posted is not None:
             raise refused(409, "reward_posted", "the episode has its reward already")

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import uvicorn
 
+from earl_core.config.gateway import filled
 from earl_core.rollout.public_address import PublicAddress
 from earl_core.system.certificates import serving
-from earl_core.system.errors import ConfigError
+from earl_core.system.listening import listen_within
 
-_BACKLOG = 4096
 _IDLE_SECONDS = 3600
 """A connection is kept: an agent may be long with a tool, and its client need not ask again when a
 request meets the end of its connection."""
@@ -40,9 +39,9 @@ class Front:
         self._address = address
         self._joined: list[tuple[Any, Holds]] = []
         if address not in self._sockets:
-            self._sockets[address] = _listen(address)
+            self._sockets[address] = listen_within(address.host, address.ports)
         listener = self._sockets[address]
-        self.url = address.url.replace("{port}", str(listener.getsockname()[1]))
+        self.url = filled(address.url, listener.getsockname()[1])
         """The URL, with its port."""
         self._server = Server(server_config(self._answer, address))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener.dup()]))
@@ -97,27 +96,4 @@ def server_config(application: Any, address: PublicAddress | None = None) -> uvi
         timeout_graceful_shutdown=1,
         timeout_keep_alive=_IDLE_SECONDS,
         **named,
-    )
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Listen at a port, 0 for any free one. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-
-
-def _listen(address: PublicAddress) -> socket.socket:
-    first, last = address.ports
-    for port in range(first, last + 1):
-        try:
-            return listen(address.host, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise ConfigError(
-                    f"nobody can listen at {address.host}, port {port} ({error.strerror})",
-                    remedy="correct rollout.gateway.host, or rollout.gateway.ports",
-                ) from error
-    raise ConfigError(
-        f"every port of rollout.gateway.ports ({first} to {last}) is in use",
-        remedy="name as many free ones as the host has engines",
     )

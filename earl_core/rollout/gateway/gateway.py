@@ -23,9 +23,10 @@ from earl_core.rollout.gateway.aside import Aside
 from earl_core.rollout.gateway.asked_prompts import AskedPrompts
 from earl_core.rollout.gateway.batches import Batches
 from earl_core.rollout.gateway.endpoints import Endpoints, refusal
-from earl_core.rollout.gateway.front import Front, Server, listen, server_config
+from earl_core.rollout.gateway.front import Front, Server, server_config
 from earl_core.rollout.gateway.session import Session
 from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.system.listening import listen
 from earl_core.trajectory.samples import EpisodeSpec
 
 _between: list[socket.socket] = []

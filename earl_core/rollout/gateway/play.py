@@ -95,6 +95,7 @@ async def _attempt(
     clock: Callable[[], float],
 ) -> Episode:
     spec, started = session.spec, clock()
+    session.awaits_reward = pool.awaits_reward
     before = session.waits.seconds
     address = gateway.public_address(session)
     await pool.reset(spec.episode_id, spec.prompt_id, spec.environment_seed, address)
@@ -108,17 +109,14 @@ async def _attempt(
 
 
 def _verdict(session: Session, result: StepResult) -> tuple[float, dict[str, Any]]:
-    """Reward and info: the agent's, or those that were posted. Raises `EnvironmentFailed` for both,
-    and for neither."""
-    posted, awaited = session.posted, result.info.pop(POSTED, False)
-    if (posted is not None) != awaited:
-        told = "no reward was posted before its end"
-        if posted is not None:
-            told = "its reward was posted and returned: do one of them"
-        raise EnvironmentFailed(session.spec.episode_id, "exception", told)
-    if posted is None:
+    """Reward and info: the agent's, or those that were posted. Raises `EnvironmentFailed` where
+    they were to be posted and were not."""
+    if not result.info.pop(POSTED, False):
         return result.reward, result.info
-    return posted["reward"], posted["info"]
+    if session.posted is None:
+        told = "no reward was posted before its end"
+        raise EnvironmentFailed(session.spec.episode_id, "exception", told)
+    return session.posted["reward"], session.posted["info"]
 
 
 async def all_unless(failed: asyncio.Future[None], tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -86,6 +86,8 @@ class Session:
         self._last: Sample | None = None
         self._cut = ""
         self._over = False
+        self.awaits_reward = False
+        """Whether the reward is to be posted."""
         self.posted: dict[str, Any] | None = None
         """The result that the agent has posted: `reward` and `info`."""
         self.waits = Waits(settings.clock)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from earl_core.config import RunConfig, check_references
 from earl_core.config.code import named_code
-from earl_core.config.feasibility import check_devices, check_stages
+from earl_core.config.feasibility import check_devices, check_stages, engines_of_a_host
 from earl_core.config.gateway import check_gateway
 from earl_core.control.ancestor import beginning
 from earl_core.control.hardware import expected_hardware
@@ -76,9 +76,11 @@ def references(config: RunConfig) -> Iterator[Finding]:
 
 
 def gateway(config: RunConfig) -> Iterator[Finding]:
-    """Check the certificate that agents elsewhere are shown."""
+    """Check that agents elsewhere could connect."""
     suites = config.evaluation.suites
-    check_gateway(config.rollout.gateway, [*config.played.values(), *suites])
+    hardware, played = expected_hardware(config), [*config.played.values(), *suites]
+    engines = engines_of_a_host(config, hardware)
+    check_gateway(config.rollout.gateway, played, hardware.hosts, engines)
     yield from ()
 
 
