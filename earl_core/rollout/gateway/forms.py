@@ -29,6 +29,7 @@ _THOUGHT = 16
 _NOT_EXPRESSED = (
     *("multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"),
     *("dependentRequired", "dependentSchemas", "dependencies", "not", "if"),
+    *("$dynamicRef", "$recursiveRef"),
 )
 """Keywords of schemas that the library passes over: what it lets through may lack the form."""
 
@@ -40,6 +41,13 @@ _SAYING_NOTHING = (
 )
 _OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
 """Of the first ones it heeds one."""
+_OF_A_TYPE = (
+    *_OF_TEXTS,
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("minItems", "maxItems", "minProperties", "maxProperties"),
+)
+_TYPES = ("type", "properties", "items", "prefixItems", "enum", "const")
+"""Keywords without one of which it passes over those."""
 _FORMATS = (
     *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
     *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
@@ -142,6 +150,10 @@ def _check(field: str, schema: Any) -> None:
             others = each.keys() - {alone, *_SAYING_NOTHING}
             if alone in each and others:
                 raise _unmasked(field, f"{min(others)!r} beside {alone!r} has no grammar")
+        if each.get("required") and not each.get("properties"):
+            raise _unmasked(field, "'required' without 'properties' has no grammar")
+        if not each.keys() & set(_TYPES) and (found := each.keys() & set(_OF_A_TYPE)):
+            raise _unmasked(field, f"{min(found)!r} without 'type' has no grammar")
         bounds = [key for key in _OF_TEXTS if key in each]
         if len(bounds) > 1 and bounds != ["minLength", "maxLength"]:
             raise _unmasked(field, f"{bounds[0]!r} beside {bounds[1]!r} has no grammar")
