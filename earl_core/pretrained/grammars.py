@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,16 @@ _THREADS = 2
 _DEEPEST = 64
 """Levels; vLLM takes 16 more."""
 _NOT_MASKED = -1
+_TRIED = 256
+"""Answers of forms that were tried lately."""
+_DRAWN = 256
+_SEED = 0
+_CLOSING = frozenset(b'"]}')
+_TOKEN_SECONDS = 0.1
+_ROUGH_SECONDS, _USUAL_SECONDS = 0.5, 0.01
+"""Of a processor, for one token, and for all that are drawn: so much and that for each."""
+_REPEATED_SECONDS = 60.0
+"""Of a processor, for the masks of one sample."""
 
 
 class GrammarError(EarlError):
@@ -51,10 +62,12 @@ class TokenMasks:
 
 
 class Held(NamedTuple):
-    """A sample's tokens, and its forms, each with the places of its answer's tokens, ascending."""
+    """A sample's tokens, and its forms, each with the places of its answer's tokens, ascending.
+    name: for errors."""
 
     tokens: np.ndarray
     forms: Sequence[tuple[Form, np.ndarray]]
+    name: str = ""
 
 
 class Grammars:
@@ -72,6 +85,9 @@ class Grammars:
         )
         self.words = -(-vocabulary // 32)
         """Of a mask."""
+        texts = known.decoded_vocab
+        self._closing = np.array([bool(each) and _CLOSING.issuperset(each) for each in texts])
+        self._tried = lru_cache(_TRIED)(self._problem)
 
     def compile(self, grammar: str) -> Any:
         """The compiled grammar. Raises `GrammarError`."""
@@ -91,21 +107,56 @@ class Grammars:
             matcher.accept(token)
         return matcher
 
+    def check(self, form: Form, beginnings: tuple[str, ...] = ("",)) -> None:
+        """Draw answers of the form. Raises `GrammarError` where one comes to a place with which no
+        token goes on, or a token takes too long. beginnings: texts after which they are drawn."""
+        if problem := self._tried(form, beginnings):
+            raise GrammarError(problem)
+
+    def _problem(self, form: Form, beginnings: tuple[str, ...]) -> str:
+        """Why answers of the form cannot be sampled; "" for a form whose drawn ones can."""
+        drawing = _Drawing(self._closing, np.random.default_rng(_SEED))
+        most = max(_DRAWN // len(beginnings), _DRAWN // 8)
+        try:
+            for beginning in beginnings:
+                for soon in (False, True):
+                    left = most
+                    while left > 0:
+                        matcher = self.matcher(form)
+                        matcher.say(beginning)
+                        left -= drawing.answer(matcher, form.stops, soon, left)
+        except GrammarError as error:
+            return str(error)
+        return ""
+
     def masks(self, samples: Sequence[Held]) -> list[TokenMasks | None]:
         """The masks of samples; None for one without a form. Raises `GrammarError` for a token that
-        its grammar does not allow."""
+        its grammar does not allow, and where they take too long."""
         known: dict[bytes, int] = {}
         indices = []
-        for tokens, forms in samples:
-            index = np.full(len(tokens), _NOT_MASKED, np.int32)
-            for form, places in forms:
-                matcher = self.matcher(form)
-                for place in places.tolist():
-                    index[place] = known.setdefault(matcher.allowed().tobytes(), len(known))
-                    matcher.accept(int(tokens[place]))
-            indices.append(index if forms else None)
+        for held in samples:
+            try:
+                indices.append(self._index(held, known) if held.forms else None)
+            except GrammarError as error:
+                raise GrammarError(f"{held.name}: {error}") from error
         rows = np.frombuffer(b"".join(known), np.int32).reshape(len(known), self.words)
         return [None if index is None else TokenMasks(rows, index) for index in indices]
+
+    def _index(self, held: Held, known: dict[bytes, int]) -> np.ndarray:
+        """The number of each token's mask among those that are known."""
+        ends = time.thread_time() + _REPEATED_SECONDS
+        index = np.full(len(held.tokens), _NOT_MASKED, np.int32)
+        for form, places in held.forms:
+            matcher = self.matcher(form)
+            for place in places.tolist():
+                index[place] = known.setdefault(matcher.allowed().tobytes(), len(known))
+                matcher.accept(int(held.tokens[place]))
+                if time.thread_time() > ends:
+                    raise GrammarError(
+                        f"its masks take over {_REPEATED_SECONDS:g} s to compute again: have its "
+                        "agent ask for a simpler form, or set rollout.requests.constrained to free"
+                    )
+        return index
 
 
 class Matcher:
@@ -123,12 +174,58 @@ class Matcher:
             raise GrammarError("no token of the vocabulary goes on with it")
         return self._mask[0]
 
+    def say(self, text: str) -> None:
+        """Go on with this text. Raises `GrammarError` where the grammar does not allow it."""
+        if text and not self._native.accept_string(text):
+            raise GrammarError(f"it does not allow {text!r:.100}")
+
     def accept(self, token: int) -> None:
         """Go on with this token. Raises `GrammarError` where the grammar does not allow it."""
         if not self._native.accept_token(token):
             raise GrammarError(
                 f"token {token} is not allowed by the grammar that its answer was sampled under: "
                 "engine and trainer must have the same tokenizer and the same release of xgrammar"
+            )
+
+
+class _Drawing:
+    """Draws tokens at random, and looks at what they take, all together. closing: whether each
+    token closes what JSON opens."""
+
+    def __init__(self, closing: np.ndarray, random: np.random.Generator) -> None:
+        self._closing, self._random = closing, random
+        self._spent, self._drawn = 0.0, 0
+
+    def answer(self, matcher: Matcher, stops: tuple[int, ...], soon: bool, most: int) -> int:
+        """Draw an answer; returns how many tokens it has, at most so many. soon: it ends as soon as
+        it can, or nearly, so that all parts of a form come; else as late as it can, since a token
+        takes the longer the more came before it. Raises `GrammarError`."""
+        token = -1
+        for count in range(1, most + 1):
+            began = time.thread_time()
+            if token >= 0:
+                matcher.accept(token)
+            bits = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")
+            self._took(time.thread_time() - began)
+            may = np.flatnonzero(bits[: len(self._closing)])
+            ends = np.isin(may, stops)
+            preferred = ends | self._closing[may] if soon else ~ends
+            if preferred.any() and (not soon or self._random.random() < 0.5):
+                may, ends = may[preferred], ends[preferred]
+            at = self._random.integers(len(may))
+            if ends[at]:
+                return count
+            token = int(may[at])
+        return most
+
+    def _took(self, seconds: float) -> None:
+        self._spent, self._drawn = self._spent + seconds, self._drawn + 1
+        if seconds > _TOKEN_SECONDS or (
+            self._spent > _ROUGH_SECONDS + self._drawn * _USUAL_SECONDS
+        ):
+            raise GrammarError(
+                f"a token of it takes too long ({1000 * seconds:.0f} ms for the last of "
+                f"{self._drawn} that were tried)"
             )
 
 

@@ -19,6 +19,7 @@ from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.pretrained.adapter_directory import is_adapter
 from earl_core.pretrained.grammars import Grammars, grammars_of
 from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.rollout.chat.call_grammars import check_call_form
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engine_factory import build_engine, load_chat_tokenizer, most_running
 from earl_core.rollout.engines.engine import Engine
@@ -66,6 +67,8 @@ class EngineWorker(RunWorker):
             # Seconds for a large vocabulary, which the first request need not wait for.
             await asyncio.to_thread(self._grammars)
         self._chat = load_chat_tokenizer(self._config)
+        if self._config.rollout.requests.constrained == "engine":
+            check_call_form(self._chat)
         self._positions = read_model_shape(Path(self._config.initial_model.path)).max_positions
         engine = build_engine(self._config, self._deployment)
         try:

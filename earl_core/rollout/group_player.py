@@ -200,7 +200,7 @@ class GroupPlayer:
         """End what is played, between two tokens."""
         playing, self._playing = list(self._playing.values()), {}
         try:
-            await self._engine.hold()
+            await self._engine.abandon()
         finally:
             # Of an engine that is lost, too.
             for each in playing:

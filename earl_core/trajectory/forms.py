@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
 from typing import NamedTuple
 
 
@@ -22,12 +24,13 @@ class Form(NamedTuple):
 
 
 def dump_forms(forms: Sequence[Form | None]) -> str:
-    """The forms of a sample's turns as JSON, each once; "" where no turn has one."""
+    """The forms of a sample's turns as JSON, each once, with the release of the library that masked
+    by them; "" where no turn has one."""
     known = list(dict.fromkeys(form for form in forms if form is not None))
     if not known:
         return ""
     turns = [-1 if form is None else known.index(form) for form in forms]
-    return json.dumps({"forms": known, "turns": turns})
+    return json.dumps({"forms": known, "turns": turns, "xgrammar": release()})
 
 
 def load_forms(text: str) -> list[Form | None]:
@@ -37,3 +40,14 @@ def load_forms(text: str) -> list[Form | None]:
     dumped = json.loads(text)
     known = [Form(grammar, tuple(stops)) for grammar, stops in dumped["forms"]]
     return [None if number < 0 else known[number] for number in dumped["turns"]]
+
+
+def release_of(text: str) -> str:
+    """The release of the library that `dump_forms` has written."""
+    return str(json.loads(text)["xgrammar"])
+
+
+@cache
+def release() -> str:
+    """The release of the library that is installed here."""
+    return version("xgrammar")

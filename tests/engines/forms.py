@@ -15,7 +15,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.grammars import Held, grammars_of
-from earl_core.rollout.chat.call_grammars import either, text
+from earl_core.rollout.chat.call_grammars import either, pattern, text
 from earl_core.rollout.engines.engine import Completion
 from earl_core.trajectory.forms import Form
 from tests.engines.models import VOCABULARY, read
@@ -25,6 +25,9 @@ TOKENIZER = char_tokenizer(CHATML)
 STOPS = tuple(TOKENIZER.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
 TEXTS = ("yes", "yellow", "no", "nothing at all", "maybe")
 CHOICE = Form(json.dumps({"type": "structural_tag", "format": either(*map(text, TEXTS))}), STOPS)
+
+DEAD_END = Form(json.dumps({"type": "structural_tag", "format": pattern(r"ye[^\d\D]s")}), STOPS)
+"""No token goes on after its second one."""
 
 
 def said(answer: Completion) -> str:

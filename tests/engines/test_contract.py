@@ -10,7 +10,15 @@ import pytest
 
 from earl_core.rollout.engines.engine import Completion
 from tests.engines.driver import PROMPTS, Driver, batch, request
-from tests.engines.forms import CHOICE, STOPS, TEXTS, masked_logprobs, said, trainer_logprobs
+from tests.engines.forms import (
+    CHOICE,
+    DEAD_END,
+    STOPS,
+    TEXTS,
+    masked_logprobs,
+    said,
+    trainer_logprobs,
+)
 from tests.engines.models import POSITIONS, VOCABULARY, prompt_of, reference_logprobs
 
 
@@ -329,3 +337,18 @@ def test_an_answer_of_a_form_is_cut_by_its_budget_as_others_are(
     assert driver.answer(PROMPTS[0], **options).tokens[:1] == cut.tokens
     with pytest.raises(ValueError, match="a form with other stop tokens than its own"):
         driver.answer(PROMPTS[0], form=CHOICE)
+
+
+def test_a_dead_end_of_a_form_ends_that_answer_alone(driver: Driver) -> None:
+    forms = [DEAD_END, CHOICE, None]
+    dead, formed, free = driver.generate(
+        [
+            request(n, PROMPTS[n], form=form, max_tokens=20, stop_token_ids=STOPS)
+            for n, form in enumerate(forms)
+        ]
+    )
+    driver.engine.finish(range(len(forms)))
+    assert dead.finish_reason == "dead_end"
+    assert said(formed) in TEXTS
+    alone = driver.answer(PROMPTS[2], seed=1002, max_tokens=20, stop_token_ids=STOPS)
+    assert alone.tokens == free.tokens

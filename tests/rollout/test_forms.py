@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.exceptions import HTTPException
 
 from earl_core.config.rollout import RolloutConfig
 from earl_core.dispatch import Batch, Manifest, ShardStore
+from earl_core.learner.data import masks as masks_module
 from earl_core.learner.data.masks import masks_of
 from earl_core.learner.data.samples import training_samples
+from earl_core.pretrained import grammars as grammars_module
 from earl_core.pretrained.grammars import GrammarError, Grammars, check_library, grammars_of
-from earl_core.rollout.chat.call_grammars import CALL_FORMS
+from earl_core.rollout.chat.call_grammars import CALL_FORMS, check_call_form
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.tool_calls import FORMATS, NO_TOOLS, Tools
 from earl_core.rollout.gateway import constraints
@@ -87,8 +90,20 @@ async def _asks(asking: Asking) -> Episode:
     return asking.session.end(1.0, {})
 
 
+def _assert_refused(batch: Batch, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that take too long, and those of another release."""
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars_module, "_REPEATED_SECONDS", 0.0)
+        with pytest.raises(GrammarError, match="episode 0: its masks take over 0 s"):
+            masks_of(batch, make)
+    with monkeypatch.context() as patch:
+        patch.setattr(masks_module, "release", lambda: "0.0.1")
+        with pytest.raises(GrammarError, match=r"masked with xgrammar .* the trainer has 0\.0\.1"):
+            masks_of(batch, make)
+
+
 def test_the_trainer_has_the_log_probs_that_the_engine_sampled_at(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through shards, as a run does; and other ones without the forms."""
     grammars = partial(grammars_of, model, False)
@@ -113,6 +128,8 @@ def test_the_trainer_has_the_log_probs_that_the_engine_sampled_at(
             run="", iteration=0, stage="rollout", key="", policy_version=0, shards=(entry,)
         )
         with Batch(store, [manifest]) as batch:
+            if held:
+                _assert_refused(batch, grammars, monkeypatch)
             samples = training_samples(batch, masks_of(batch, grammars))
             found = np.concatenate(learner.score(samples))
             recorded = np.concatenate([each.rollout_logprobs for each in samples])
@@ -151,6 +168,66 @@ def test_calls_that_a_grammar_writes_are_read_as_such(
     asyncio.run(on_torch(model, run))
 
 
+OTHERWISE = {
+    "hermes": ['<tool_call>{"name":"h","arguments":{}}</tool_call>'],
+    "qwen_xml": ["<function=h></function>", "<tool_call><function=h></function></tool_call>"],
+    "llama3": ['<|python_tag|>{"name": "h", "parameters": {}}'],
+    "mistral": ['[TOOL_CALLS] [{"name": "h", "arguments": {}}]'],
+    "mistral_named": ["[TOOL_CALLS]h{}"],
+    "deepseek": ["<｜tool▁call▁begin｜>h<｜tool▁sep｜>{}<｜tool▁call▁end｜>"],
+    "glm": ["<tool_call>\nh</tool_call>"],
+    "phi4": ['<|tool_call|> [{"name": "h", "arguments": {}}]<|/tool_call|>'],
+    "json": [],
+}
+"""Calls of no tool that the parsers read amid a text, though no template writes them so."""
+ALONE = {
+    "llama3": ['{"name": "h", "parameters": {}}', ' {"name":"f", "parameters": {}}'],
+    "json": ['[{"name": "h", "arguments": {}}]', '```json\n{"name": "h", "arguments": {}}```'],
+}
+"""The same, as whole answers."""
+
+
+@pytest.mark.parametrize("form", sorted(CALL_FORMS))
+def test_free_text_holds_no_other_calls_than_the_grammar_s(form: str) -> None:
+    """Whatever the parser of the format takes for a call."""
+    chat = ChatTokenizer(char_tokenizer(CHATML), tool_format=form)
+    grammars = Grammars(char_tokenizer(CHATML), 128)
+
+    def accepts(text: str, single: bool) -> bool:
+        part = CALL_FORMS[form].among(TOOLS, single)
+        held = Form(json.dumps({"type": "structural_tag", "format": part}), (3,))
+        try:
+            matcher = grammars.matcher(held)
+            matcher.say(text)
+            matcher.accept(3)
+        except GrammarError:
+            return False
+        return True
+
+    def read(text: str) -> list[str]:
+        return [each["name"] for each in chat.parser.parse(text, Tools(TOOLS))[1]]
+
+    written = CALL_FORMS[form]
+    values = {
+        "qwen_xml": "<parameter=colour>red</parameter>",
+        "glm": "<arg_key>colour</arg_key><arg_value>red</arg_value>",
+    }
+    given = values.get(form, '{"colour": "red"}')
+    call = f"{written.before}{written.begin}{given}{written.end}{written.after}"
+    said = "" if form in ALONE else "Now: "
+    one = call.replace("NAME", "g")
+    assert accepts("Now: a text", True)
+    assert accepts(f"{said}{one}", True)
+    assert read(f"{said}{one}") == ["g"]
+    refused = [f"{said}{call.replace('NAME', 'h')}", f"{said}{one.replace('red', 'green')}"]
+    if written.between is not None:
+        assert accepts(f"{said}{one}{one}", False)
+        assert not accepts(f"{said}{one}{one}", True)
+    for text in [*refused, *(f"Now: {each}" for each in OTHERWISE[form]), *ALONE.get(form, [])]:
+        assert read(text), text
+        assert not accepts(text, False), text
+
+
 def test_deepseek_s_calls_are_read_as_such() -> None:
     """Written as its grammar does, by hand: its signs are in no vocabulary of ASCII characters."""
     chat = ChatTokenizer(char_tokenizer(CHATML), tool_format="deepseek")
@@ -167,6 +244,25 @@ def test_deepseek_s_calls_are_read_as_such() -> None:
 REFUSED = {
     "it has no grammar: .*(?i:look)": {"guided_regex": r"(?=a)a"},
     "'uniqueItems' in a schema has no grammar": {"guided_json": {"uniqueItems": True}},
+    "no token of the vocabulary goes on": {
+        "guided_json": {
+            "properties": {"a": {"type": "string", "pattern": r"a[^\d\D]b"}},
+            "required": ["a"],
+        }
+    },
+    r"takes too long \(": {"guided_regex": "((a{1,50}){1,50}){1,50}"},
+    "'allOf' of several": {"guided_json": {"allOf": [{"type": "object"}, {}]}},
+    "'type' beside 'anyOf'": {"guided_json": {"type": "object", "anyOf": [{"type": "integer"}]}},
+    "'minLength' beside '.ref'": {
+        "guided_json": {"$defs": {"a": {"type": "string"}}, "$ref": "#/$defs/a", "minLength": 5}
+    },
+    "refers to what is not in the schema": {"guided_json": {"$ref": "http://localhost/a"}},
+    "'pattern' beside 'maxLength'": {
+        "guided_json": {"type": "string", "pattern": "a+", "maxLength": 2}
+    },
+    "'minimum' without 'type'": {"guided_json": {"items": {"minimum": 2}}},
+    "'required' without 'properties'": {"guided_json": {"type": "object", "required": ["a"]}},
+    "the format 'iri'": {"guided_json": {"items": {"type": "string", "format": "iri"}}},
     "over 64 levels deep": {"guided_json": json.loads('{"anyOf": [' * 60 + "{}" + "]}" * 60)},
     "over 131,072 characters": {"guided_choice": ["x" * 2**18]},
     "each ask for a form of the text": {"guided_regex": "a", "guided_choice": ["a"]},
@@ -220,6 +316,54 @@ def test_reasoning_comes_before_the_form() -> None:
     assert not accepts("hello <think>\n", "yes")
     assert accepts("<think>\n\n</think>\n\n", "yes")
     assert not accepts("<think>\n\n</think>\n\n", "<think></think>yes")
+
+
+def test_text_of_a_form_comes_back_without_the_reasoning_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And is known again without it; it is recorded with it."""
+    chat = ChatTokenizer(char_tokenizer(CHATML + "{# <think> #}"), rows=asking_module.ROWS)
+    monkeypatch.setattr(asking_module, "ChatTokenizer", lambda *_, **__: chat)
+    grammars = Grammars(char_tokenizer(CHATML), asking_module.ROWS)
+    answer = "<think>\nwell\n</think>\n\n"
+
+    async def scenario(asking: Asking) -> None:
+        choice = {"guided_choice": ["yes", "no"]}
+        message = (await ask(asking, HI, **choice))["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("yes", "well")
+        reply = await asking.post(
+            {"model": "x", "messages": [*HI, message, *HI], "stream": True, **choice}
+        )
+        lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n")[:-2]]
+        deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+        assert "".join(each.get("content", "") for each in deltas) == "no"
+        assert [each["reasoning_content"] for each in deltas if "reasoning_content" in each] == [
+            "well"
+        ]
+        (sample,) = asking.session.end(1.0, {}).samples
+        assert sample.texts == ["hello", f"{answer}yes", "hello", f"{answer}no"]
+
+    asked(
+        scenario, saying(f"{answer}yes.", f"{answer}no.", lockstep=False), constrained="engine",
+        grammars=lambda: grammars, max_tokens_per_turn=99,
+    )  # fmt: skip
+
+
+def test_a_model_whose_calls_have_no_grammar_is_told() -> None:
+    """Before the engine starts, and where a request comes all the same."""
+    tokenizer = char_tokenizer(CHATML + "{% if tools %}{{ tools }}{% endif %}")
+    check_call_form(ChatTokenizer(char_tokenizer(CHATML), tool_format="gemma4"))
+    check_call_form(ChatTokenizer(tokenizer, tool_format="hermes"))
+    with pytest.raises(ConfigError, match="calls of the format gemma4 have no grammar"):
+        check_call_form(ChatTokenizer(tokenizer, tool_format="gemma4"))
+    unknown = ChatTokenizer(tokenizer)
+    with pytest.raises(ConfigError, match="not in a form that is known"):
+        check_call_form(unknown)
+    forms = Forms(unknown, lambda: Grammars(tokenizer, 128))
+    asks = [constraints.calls("tool_choice")]
+    with pytest.raises(HTTPException, match="not in a form that is known") as error:
+        asyncio.run(forms.of(asks, Tools(TOOLS), [], (3,)))
+    assert error.value.status_code == 400
 
 
 def test_forms_of_turns_are_written_once_and_read_back() -> None:

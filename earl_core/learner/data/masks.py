@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from earl_core.pretrained.grammars import Grammars, Held, TokenMasks
-from earl_core.trajectory.forms import load_forms
+from earl_core.pretrained.grammars import GrammarError, Grammars, Held, TokenMasks
+from earl_core.trajectory.forms import load_forms, release, release_of
 
 if TYPE_CHECKING:
     from earl_core.dispatch import Batch
@@ -37,10 +37,16 @@ class PackedMasks:
 
 def masks_of(batch: Batch, grammars: Callable[[], Grammars]) -> list[TokenMasks | None]:
     """The masks of each row; None where no answer of it has a form. grammars: makes those of the
-    policy's tokenizer. Raises `GrammarError` where an answer does not have its form."""
+    policy's tokenizer. Raises `GrammarError` where an answer does not have its form, or the masks
+    take too long, or the engine had them from another release of the library."""
     texts = batch.strings(FORMS) if FORMS in batch.names() else []
     if not any(texts):
         return [None] * len(batch)
+    if others := {release_of(text) for text in texts if text} - {release()}:
+        raise GrammarError(
+            f"the engine masked with xgrammar {', '.join(sorted(others))} and the trainer has "
+            f"{release()}: install one release on all machines"
+        )
     return grammars().masks([_held(batch, row, text) for row, text in enumerate(texts)])
 
 
@@ -53,7 +59,7 @@ def _held(batch: Batch, row: int, text: str) -> Held:
         for form, first, stop in turns
         if form is not None
     ]
-    return Held(tokens, forms)
+    return Held(tokens, forms, f"episode {batch.scalars('episode_id')[row]}")
 
 
 def pack_masks(

@@ -9,7 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from earl_core.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from earl_core.rollout.chat.chat import ChatTokenizer
 
 Part = dict[str, Any]
 """A part of a structural tag."""
@@ -18,11 +23,13 @@ Part = dict[str, Any]
 @dataclass(frozen=True)
 class CallForm:
     """How calls are written. begin: before the arguments, with the tool's name in the place of
-    `NAME`. end: after them. style: of the arguments. before, after: around all calls. between: two
-    of them; None: there is one call at most."""
+    `NAME`. end: after them. opens: with which the parser takes a call to begin, amid other text;
+    "": where the answer begins with one. style: of the arguments. before, after: around all calls.
+    between: two of them; None: there is one call at most."""
 
     begin: str
     end: str
+    opens: str = ""
     style: str = "json"
     before: str = ""
     after: str = ""
@@ -43,12 +50,16 @@ class CallForm:
     def among(self, tools: Sequence[Mapping[str, Any]], single: bool) -> Part:
         """Any text; what begins a call is a call of one of these tools. single: the answer ends
         after the first."""
+        if not self.opens:
+            uncalled = {"type": "optional", "content": sequence(pattern(_NO_JSON), _NO_SIGN)}
+            return either(self.calls(tools, single), uncalled)
         tags = [self._tag(tool) for tool in tools]
         for tag in tags:
-            tag["begin"], tag["end"] = self.before + tag["begin"], tag["end"] + self.after
+            _, opens, rest = (self.before + tag["begin"]).partition(self.opens)
+            tag["begin"], tag["end"] = opens + rest, tag["end"] + self.after
         return {
             "type": "triggered_tags",
-            "triggers": [self.before + self.begin.partition("NAME")[0]],
+            "triggers": [self.opens],
             "tags": tags,
             "stop_after_first": single,
         }
@@ -72,30 +83,43 @@ class CallForm:
 
 CALL_FORMS: dict[str, CallForm] = {
     "hermes": CallForm(
-        '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"
+        '<tool_call>\n{"name": "NAME", "arguments": ',
+        "}\n</tool_call>",
+        opens="<tool_call>",
+        between="\n",
     ),
     "qwen_xml": CallForm(
         "<tool_call>\n<function=NAME>\n",
         "\n</function>\n</tool_call>",
+        opens="<function=",
         style="qwen_xml",
         between="\n",
     ),
     "llama3": CallForm('{"name": "NAME", "parameters": ', "}"),
     "mistral": CallForm(
-        '{"name": "NAME", "arguments": ', "}", before="[TOOL_CALLS][", after="]", between=", "
+        '{"name": "NAME", "arguments": ',
+        "}",
+        opens="[TOOL_CALLS]",
+        before="[TOOL_CALLS][",
+        after="]",
+        between=", ",
     ),
-    "mistral_named": CallForm("[TOOL_CALLS]NAME[ARGS]", "", between=""),
+    "mistral_named": CallForm("[TOOL_CALLS]NAME[ARGS]", "", opens="[TOOL_CALLS]", between=""),
     "deepseek": CallForm(
         "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>",
+        opens="<｜tool▁call▁begin｜>",
         before="<｜tool▁calls▁begin｜>",
         after="<｜tool▁calls▁end｜>",
         between="",
     ),
-    "glm": CallForm("<tool_call>NAME\n", "</tool_call>", style="glm_xml", between="\n"),
+    "glm": CallForm(
+        "<tool_call>NAME\n", "</tool_call>", opens="<tool_call>", style="glm_xml", between="\n"
+    ),
     "phi4": CallForm(
         '{"name": "NAME", "arguments": ',
         "}",
+        opens="<|tool_call|>",
         before="<|tool_call|>[",
         after="]<|/tool_call|>",
         between=", ",
@@ -104,6 +128,22 @@ CALL_FORMS: dict[str, CallForm] = {
 }
 """By the name of the format. Gemma 4 writes texts between tokens of its own, which the library's
 grammars of schemas do not."""
+
+
+_NO_JSON = r"\s*([^\s\[{`<]|<[^\s|])"
+"""How an answer begins that is no call of a format whose calls are whole answers."""
+_NO_SIGN = {"type": "any_text", "excludes": ["<|python_tag|>"]}
+"""The rest of it: that sign begins a call of Llama 3 anywhere."""
+
+
+def check_call_form(chat: ChatTokenizer) -> None:
+    """Raise `ConfigError` for a model whose calls cannot be masked."""
+    if chat.knows_tools and chat.parser.name not in CALL_FORMS:
+        raise ConfigError(
+            f"rollout.requests.constrained is engine, and calls of the format {chat.parser.name} "
+            "have no grammar",
+            remedy="set it to free, or rollout.tool_format to one of " + ", ".join(CALL_FORMS),
+        )
 
 
 def text(value: str) -> Part:

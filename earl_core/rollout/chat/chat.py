@@ -201,6 +201,11 @@ class ChatTokenizer:
         return parser_of(self._tokenizer, template.sources, self._tool_format, template.knows_tools)
 
     @property
+    def knows_tools(self) -> bool:
+        """Whether the template tells the model of tools in a form of its own."""
+        return self._template.knows_tools
+
+    @property
     def template_options(self) -> frozenset[str]:
         """Names of variables that a conversation may give the chat template."""
         return self._template.options

@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from earl_core.pretrained.grammars import GrammarError
 from earl_core.rollout.engines.drafting import Drafting
 from earl_core.rollout.engines.engine import Drafts
 from earl_core.rollout.engines.sampling import Sampling, sample, uniform
@@ -75,7 +76,7 @@ class Drawing:
         seeds = np.array([s.request.seed for s, _ in places], dtype=np.uint64)
         counters = np.array([counter for _, counter in places], dtype=np.uint64)
         temperatures = np.array([s.request.temperature for s, _ in places], dtype=np.float64)
-        logits = _masked(logits, [s for s, _ in places])
+        logits = _masked(logits, [s for s, _ in places])  # which may end some
         tokens, logprobs, every = sample(logits, temperatures, uniform(seeds, counters))
         drawn = zip(tokens.tolist(), logprobs.tolist(), every, strict=True)
         for row, sampling in zip(rows, running, strict=True):
@@ -125,15 +126,18 @@ class Drawing:
 
 
 def _masked(logits: torch.Tensor, answers: Sequence[Sampling]) -> torch.Tensor:
-    """The logits [answers, vocabulary], minus infinity where a form does not allow a token."""
-    held = [
-        (row, each.matcher)
-        for row, each in enumerate(answers)
-        if each.matcher is not None and each.finish_reason is None
-    ]
+    """The logits [answers, vocabulary], minus infinity where a form does not allow a token. An
+    answer with which none goes on ends."""
+    held = []
+    for row, each in enumerate(answers):
+        if each.matcher is not None and each.finish_reason is None:
+            try:
+                held.append((row, each.matcher.allowed()))
+            except GrammarError:
+                each.finish_reason = "dead_end"
     if not held:
         return logits
-    masks = torch.from_numpy(np.stack([matcher.allowed() for _, matcher in held]))
+    masks = torch.from_numpy(np.stack([mask for _, mask in held]))
     rows = torch.tensor([row for row, _ in held], device=logits.device)
     some = logits[rows].float()
     forbid(some, masks.to(logits.device), float("-inf"))

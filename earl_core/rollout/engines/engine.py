@@ -22,7 +22,7 @@ OnPart = Callable[["Completion"], None]
 Ends = Callable[[Sequence[int], int], int | None]
 """Of the sampled tokens, and how many of them it was called with before: how many there are up to
 the one that ends the answer; None when none does."""
-EngineFinishReason = Literal["stop", "length", "model_context", "cancelled"]
+EngineFinishReason = Literal["stop", "length", "model_context", "cancelled", "dead_end"]
 
 
 TopTokens = list[tuple[int, float]]
@@ -109,6 +109,7 @@ class Completion:
     natural log-probabilities under the distribution that was sampled from, temperature included (at
     temperature 0 those of temperature 1); always finite. `model_context` means that the context
     ended the answer before its own budget did; `tokens` is then empty if the prompt filled it.
+    `dead_end` means that the form of the request allows no token after these: the answer is none.
     `spans` cover the tokens in order, at least one of them; its end is 0 where there are no tokens.
     `top` has an entry for each token where the request asks for it. `drafts` counts those that
     parts of the answer had in this engine.

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
 from earl_core.rollout.engines.wrapped import WrappedEngine
@@ -36,13 +37,14 @@ class InterruptibleEngine(WrappedEngine):
     """An `Engine` over one that is not lockstep.
 
     While answers are stopped the engine has no request of them: it may be given other weights, be
-    asked for other answers, and release its memory. It computes what stands before anew. Answers of
-    a form are not stopped but waited for: the engine's grammars begin with the request.
+    asked for other answers, and release its memory. It computes what stands before anew. The
+    engine's grammars begin with the request: an answer of a form that has tokens is not stopped but
+    waited for, and one that has none begins again.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._held = False
+        self._held = self._abandoned = False
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
         self._asked: set[int] = set()
         self._running: set[int] = set()
@@ -65,12 +67,17 @@ class InterruptibleEngine(WrappedEngine):
         self._held = True
         while self._running:
             self._idle.clear()
-            stopped = self._running - self._whole
+            stopped = self._running - (set() if self._abandoned else self._whole)
             self._stopped |= stopped
             await self._engine.cancel(list(stopped))
             # One that was on its way into the engine is asked again.
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _AGAIN_SECONDS)
+
+    async def abandon(self) -> None:
+        """Take all answers out of the engine for good, and wait for none."""
+        self._abandoned = True
+        await self.hold()
 
     def go_on(self) -> None:
         """Undo `hold`."""
@@ -82,7 +89,9 @@ class InterruptibleEngine(WrappedEngine):
 
     async def _answer(self, request: GenerationRequest) -> Completion:
         sequence, told = request.sequence_id, _Told(request)
-        request = told.request
+        own, request = request, told.request
+        if own.form is not None:
+            request = replace(own, on_tokens=partial(self._begun, own))
         self._asked.add(sequence)
         try:
             while True:
@@ -94,16 +103,15 @@ class InterruptibleEngine(WrappedEngine):
                 if answer.finish_reason != "cancelled" or sequence not in self._stopped:
                     return answer
                 self._stopped.discard(sequence)
-                told.catch_up(answer)
-                request = request.after(answer)
+                if own.form is None:
+                    told.catch_up(answer)
+                    request = request.after(answer)
         finally:
             for each in (self._asked, self._stopped, self._cancelled):
                 each.discard(sequence)
 
     async def _part(self, request: GenerationRequest) -> Completion:
         self._running.add(request.sequence_id)
-        if request.form is not None:
-            self._whole.add(request.sequence_id)
         try:
             (answer,) = await self._engine.generate([request])
             return answer
@@ -112,6 +120,14 @@ class InterruptibleEngine(WrappedEngine):
             self._whole.discard(request.sequence_id)
             if not self._running:
                 self._idle.set()
+
+    def _begun(self, request: GenerationRequest, tokens: Sequence[int]) -> None:
+        """An answer of a form has tokens; of one that is to begin again they are forgotten."""
+        if request.sequence_id in self._stopped:
+            return
+        self._whole.add(request.sequence_id)
+        if request.on_tokens is not None:
+            request.on_tokens(tokens)
 
     def _tell(self) -> None:
         # Who waits now is woken; who waits later is not.

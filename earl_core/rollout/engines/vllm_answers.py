@@ -41,12 +41,18 @@ def sampling_parameters(request: GenerationRequest, budget: int) -> Any:
 
 
 def completion(
-    answer: Any, version: int, exhausted: EngineFinishReason, *, whole: bool
+    request: GenerationRequest,
+    answer: Any,
+    version: int,
+    exhausted: EngineFinishReason,
+    *,
+    whole: bool,
 ) -> Completion:
     """A finished answer of vLLM. version: under which it entered. exhausted: why it ended if its
     budget did. whole: its weights may have been replaced meanwhile, which vLLM notes.
 
-    Raises `EngineError` where log-probs are missing or not finite.
+    Raises `EngineError` where log-probs are missing or not finite, and for an answer that vLLM
+    ended by an error.
     """
     tokens, flat = list(answer.token_ids), answer.logprobs
     # Of each place first the sampled token, then the most likely ones.
@@ -56,7 +62,13 @@ def completion(
         for at, end in zip(flat.start_indices, flat.end_indices, strict=True)
         if end > at + 1
     ]
-    if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):
+    finite = [math.isfinite(each) for each in logprobs]
+    # Where a form allows no token, vLLM draws one all the same. It allowed the first one.
+    if request.form and (answer.finish_reason == "error" or (False in finite and finite[0])):
+        return request.ended("dead_end", version)
+    if answer.finish_reason == "error":
+        raise EngineError(f"vLLM ended the answer of sequence {request.sequence_id} by an error")
+    if len(tokens) != len(logprobs) or not all(finite):
         raise EngineError(
             f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens, or some that are "
             f"not finite, at policy version {version}: the weights have probably diverged; "

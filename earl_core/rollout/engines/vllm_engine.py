@@ -382,9 +382,9 @@ class VllmEngine(BaseEngine[Any]):
             if request.on_tokens:
                 request.on_tokens(so_far[known:])
             known, output = len(so_far), await queue.get()
-        answer = completion(output.outputs[0], version, exhausted, whole=whole)
+        answer = completion(request, output.outputs[0], version, exhausted, whole=whole)
         answer = answer if begun is None else begun.followed_by(answer)
-        if ended is not None:
+        if ended is not None and answer.finish_reason != "dead_end":
             # vLLM may have sampled more; the answer has no token after the one that ended it.
             answer = answer.ended_at(ended)
             await self._abort([] if output.finished else [queue.request_id], internal=True)

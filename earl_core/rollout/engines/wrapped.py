@@ -30,6 +30,10 @@ class WrappedEngine(ABC):
     async def hold(self) -> None:
         """Stop all answers between two tokens, until `go_on`; nothing runs when this returns."""
 
+    async def abandon(self) -> None:
+        """The same for good, without waiting for answers that cannot stop."""
+        await self.hold()
+
     @abstractmethod
     def go_on(self) -> None:
         """Undo `hold`."""

@@ -49,7 +49,8 @@ class Call:
 class Answer:
     """The answer to a request. finish_reason: stop, length or tool_calls. texts: of its tokens.
     top: the most likely tokens beside each.
-    stopped_by: the string that ended it."""
+    stopped_by: the string that ended it. reasoning: that came before the text of the message and is
+    not in it."""
 
     message: Message
     finish_reason: str
@@ -58,6 +59,7 @@ class Answer:
     texts: Sequence[TokenText] = ()
     top: Sequence[Sequence[tuple[TokenText, float]]] = ()
     stopped_by: str = ""
+    reasoning: str | None = None
 
 
 async def all_of(generate: Generate, requests: Sequence[GenerationRequest]) -> Sequence[Completion]:

@@ -303,6 +303,8 @@ def _choice(request: ChatRequest, index: int, answer: Answer) -> dict[str, Any]:
 def _said(answer: Answer) -> dict[str, Any]:
     """The answer as OpenAI's API has it: arguments of calls are a text of JSON."""
     message: dict[str, Any] = {**answer.message}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
     if "tool_calls" in message:
         message["content"] = message["content"] or None
         message["tool_calls"] = [

@@ -136,7 +136,7 @@ class Endpoints:
         growth = Growth(self._chat, max(map(len, asked.stop), default=1) - 1)
         # With tools the text is known at the end, when it is known what are calls.
         grows = asked.stream and not (asked.tools or asked.opening or self._engine.lockstep)
-        grows = grows and asked.count == 1
+        grows = grows and asked.count == 1 and not self._reasons_first(asked)
         name, role = _named(session), role_of(request)
         call = Call(
             lambda branches: branches.place(asked.messages, asked.tools, asked.opening, role),
@@ -219,6 +219,11 @@ class Endpoints:
                 raise invalid(f"the request cannot be read: {error}") from error
 
         return read() if len(content) < LARGE else await self._aside.run(read)
+
+    def _reasons_first(self, asked: ChatRequest) -> bool:
+        """Whether the text may come after reasoning that is not part of it."""
+        shaped = any(each.shape is not None for each in asked.constraints)
+        return shaped and self._settings.grammars is not None and self._chat.reasons
 
     def _pending(self, session: Session, call: Call) -> PendingAnswer:
         answering = session.complete(call, partial(self._generate, session))

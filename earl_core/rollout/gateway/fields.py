@@ -57,6 +57,7 @@ def _harmless(why: str, *names: str) -> dict[str, Field]:
 _THE_RUNS = "sampling is the run's: `rollout.temperature`, seeded by episode, conversation and call"
 _OWN = "answers are sampled from the policy as it is"
 _FREE = "masked, sampled freely and counted, or refused (`rollout.requests.constrained`)"
+_THOUGHT = "it is in the answer's text, but of one masked to a form (`reasoning_content`)"
 _NO_MEDIA = "prompts and answers are text"
 _NOT_SERVED = "there is no such service here"
 
@@ -96,7 +97,7 @@ _PROMPTS = {
     **_refused("the template is the run's: set model.chat_template", "chat_template", "documents"),
     **_refused("the chat template writes them", "add_special_tokens"),
     **_refused("the answer alone comes back", "echo", "return_prompt_text", "return_token_offsets"),
-    **_refused("reasoning is part of the answer's text", include_reasoning=True),
+    **_refused(_THOUGHT, include_reasoning=True),
     **_refused(_NO_MEDIA, "mm_processor_kwargs", "media_io_kwargs", "mm_payload"),
     **_refused(_NO_MEDIA, "return_mm_kwargs"),
     **_refused("keys and values stay in the engine", "kv_transfer_params", "ec_transfer_params"),

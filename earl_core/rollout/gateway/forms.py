@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from earl_core.environments.base import Message
 from earl_core.pretrained.grammars import GrammarError, Grammars
 from earl_core.rollout.chat.call_grammars import CALL_FORMS, Part, after_reasoning, either
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.tool_calls import Tools
 from earl_core.rollout.gateway.constraints import Constraint
 from earl_core.rollout.gateway.refusals import invalid
+from earl_core.system.errors import ConfigError
 from earl_core.trajectory.forms import Form
 
 _COMPILING = ThreadPoolExecutor(2, "grammars")
@@ -27,8 +29,32 @@ _THOUGHT = 16
 _NOT_EXPRESSED = (
     *("multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"),
     *("dependentRequired", "dependentSchemas", "dependencies", "not", "if"),
+    *("$dynamicRef", "$recursiveRef"),
 )
 """Keywords of schemas that the library passes over: what it lets through may lack the form."""
+
+_ALONE = ("$ref", "anyOf", "oneOf", "allOf")
+"""Keywords beside which it passes over others."""
+_SAYING_NOTHING = (
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "discriminator"),
+)
+_OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
+"""Of the first ones it heeds one."""
+_OF_A_TYPE = (
+    *_OF_TEXTS,
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("minItems", "maxItems", "minProperties", "maxProperties"),
+)
+_TYPES = ("type", "properties", "items", "prefixItems", "enum", "const")
+"""Keywords without one of which it passes over those."""
+_FORMATS = (
+    *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
+    *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+)
+"""That it has grammars of."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = ("enum", "const", "default", "examples")
 
 
 class Forms:
@@ -48,28 +74,29 @@ class Forms:
         """The form of an answer. prompt: the tokens before it. stops: that end it. Raises
         `HTTPException` for one that cannot be masked."""
         field = constraints[0].field
-        part = self._part(constraints, tools)
+        part, thought = self._part(constraints, tools), ""
+        begins = _beginnings(part)
         said = self._chat.raw_text_of(prompt[-_THOUGHT:]).rstrip()
         if said.endswith("<think>"):
-            part = after_reasoning(part, True)
+            part, thought = after_reasoning(part, True), "</think>"
         elif self._chat.reasons and not said.endswith("</think>"):
-            part = after_reasoning(part, False)
+            part, thought = after_reasoning(part, False), "<think></think>"
         grammar = json.dumps({"type": "structural_tag", "format": part})
         if len(grammar) > _MOST_CHARACTERS:
             raise _unmasked(field, f"its grammar has over {_MOST_CHARACTERS:,} characters")
         form = Form(grammar, stops)
-        compiling = asyncio.get_running_loop().run_in_executor(_COMPILING, self._try, form)
+        beginnings = tuple(thought + each for each in begins)
+        compiling = asyncio.get_running_loop().run_in_executor(
+            _COMPILING, lambda: self._grammars().check(form, beginnings)
+        )
         try:
             await asyncio.wait_for(compiling, _COMPILE_SECONDS)
         except GrammarError as error:
             raise _unmasked(field, str(error)) from error
         except TimeoutError:
-            told = f"its grammar takes over {_COMPILE_SECONDS:g} s to compile"
+            told = f"its grammar takes over {_COMPILE_SECONDS:g} s to compile and to be tried"
             raise _unmasked(field, told) from None
         return form
-
-    def _try(self, form: Form) -> None:
-        self._grammars().matcher(form).allowed()
 
     def _part(self, constraints: Sequence[Constraint], tools: Tools) -> Part:
         shapes = [each for each in constraints if each.shape is not None]
@@ -77,7 +104,7 @@ class Forms:
             fields = " and ".join(each.field for each in shapes)
             raise invalid(f"{fields} each ask for a form of the text: ask for one")
         for each in shapes:
-            _check(each.field, each.shape)
+            _check(each.field, (each.shape or {}).get("json_schema"))
         of_calls = [each for each in constraints if each.shape is None]
         needed = any(each.needed for each in of_calls)
         if shapes and not needed and not tools:
@@ -89,9 +116,13 @@ class Forms:
         self, field: str, constraints: Sequence[Constraint], tools: Tools, only: bool
     ) -> Part:
         """only: nothing but calls."""
-        written = CALL_FORMS.get(self._chat.parser.name)
+        try:
+            name = self._chat.parser.name
+        except ConfigError as error:
+            raise _unmasked(field, str(error)) from error
+        written = CALL_FORMS.get(name)
         if written is None:
-            raise _unmasked(field, f"calls of the format {self._chat.parser.name} have no grammar")
+            raise _unmasked(field, f"calls of the format {name} have no grammar")
         named = [each for each in constraints if each.names]
         called = [
             tool
@@ -104,25 +135,49 @@ class Forms:
         return written.calls(called, single) if only else written.among(called, single)
 
 
-def _check(field: str, part: Any) -> None:
-    """Raise `HTTPException` for a schema with a keyword that grammars do not express."""
-    for keyword in _keywords(part):
-        if keyword in _NOT_EXPRESSED:
-            raise _unmasked(field, f"{keyword!r} in a schema has no grammar")
+def _check(field: str, schema: Any) -> None:
+    """Raise `HTTPException` for a schema with keywords that grammars do not express."""
+    for each in _schemas(schema):
+        if found := next(filter(each.__contains__, _NOT_EXPRESSED), None):
+            raise _unmasked(field, f"{found!r} in a schema has no grammar")
+        if (form := each.get("format")) not in (None, *_FORMATS):
+            raise _unmasked(field, f"the format {form!r:.50} in a schema has no grammar")
+        if not str(each.get("$ref", "#")).startswith("#"):
+            raise _unmasked(field, f"{each['$ref']!r:.100} refers to what is not in the schema")
+        if isinstance(each.get("allOf"), list) and len(each["allOf"]) > 1:
+            raise _unmasked(field, "'allOf' of several schemas has no grammar")
+        for alone in _ALONE:
+            others = each.keys() - {alone, *_SAYING_NOTHING}
+            if alone in each and others:
+                raise _unmasked(field, f"{min(others)!r} beside {alone!r} has no grammar")
+        if each.get("required") and not each.get("properties"):
+            raise _unmasked(field, "'required' without 'properties' has no grammar")
+        if not each.keys() & set(_TYPES) and (found := each.keys() & set(_OF_A_TYPE)):
+            raise _unmasked(field, f"{min(found)!r} without 'type' has no grammar")
+        bounds = [key for key in _OF_TEXTS if key in each]
+        if len(bounds) > 1 and bounds != ["minLength", "maxLength"]:
+            raise _unmasked(field, f"{bounds[0]!r} beside {bounds[1]!r} has no grammar")
 
 
-def _keywords(part: Any) -> Iterator[str]:
+def _schemas(part: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema and all within it."""
     if isinstance(part, Mapping):
+        yield part
         for key, value in part.items():
-            if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
+            if key in _NAMED and isinstance(value, Mapping):
                 for each in value.values():
-                    yield from _keywords(each)
-            elif key not in ("enum", "const", "default", "examples"):
-                yield str(key)
-                yield from _keywords(value)
+                    yield from _schemas(each)
+            elif key not in _VALUES:
+                yield from _schemas(value)
     elif isinstance(part, list):
         for each in part:
-            yield from _keywords(each)
+            yield from _schemas(each)
+
+
+def _beginnings(part: Part) -> list[str]:
+    """After which answers are tried: of each call, as free text before it goes on for long."""
+    calls = part["elements"][0] if part["type"] == "or" else part
+    return [each["begin"] for each in calls.get("tags", ())] or [""]
 
 
 def _unmasked(field: str, why: str) -> Exception:
@@ -130,3 +185,14 @@ def _unmasked(field: str, why: str) -> Exception:
         f"{field} cannot be masked, as rollout.requests.constrained: engine has it: {why}. Ask for "
         "another form, or set it to free"
     )
+
+
+def without_reasoning(
+    message: Message, constraints: Sequence[Constraint]
+) -> tuple[Message, str | None]:
+    """An answer that was held to the constraints without the reasoning before the text that one of
+    them is about, for clients that read this text; and the reasoning, None where there is none."""
+    thought, ends, text = message["content"].partition("</think>")
+    if not ends or "tool_calls" in message or all(each.shape is None for each in constraints):
+        return message, None
+    return {**message, "content": text.lstrip("\n")}, thought.removeprefix("<think>").strip("\n")

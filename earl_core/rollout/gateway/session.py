@@ -24,7 +24,7 @@ from earl_core.rollout.gateway.bodies import characters
 from earl_core.rollout.gateway.call import Answer, Call, Generate, all_of
 from earl_core.rollout.gateway.credit import Credit
 from earl_core.rollout.gateway.form_counts import FormCounts
-from earl_core.rollout.gateway.forms import Forms
+from earl_core.rollout.gateway.forms import Forms, without_reasoning
 from earl_core.rollout.gateway.placing import Placing, Prompt
 from earl_core.rollout.gateway.refusals import invalid, refused
 from earl_core.rollout.gateway.side import Side
@@ -139,6 +139,8 @@ class Session:
                 completions = await all_of(generate, requests)
             if any(each.finish_reason == "cancelled" for each in completions):
                 raise refused(503, "cancelled", "the engine gave the request up")
+            if any(each.finish_reason == "dead_end" for each in completions):
+                raise refused(400, "dead_end", "no token goes on with the answer in its form")
         except BaseException:
             side.calls -= call.count
             for place in places:
@@ -178,7 +180,10 @@ class Session:
         text_of = self._chat.token_texts.of
         texts = [text_of(each) for each in completion.tokens] if call.token_texts else []
         top = [[(text_of(each), value) for each, value in place] for place in completion.top]
-        return Answer(message, reason, tokens, completion, texts, top, stopped_by)
+        thought = None
+        if form is not None and self._chat.reasons:
+            message, thought = without_reasoning(message, call.constraints)
+        return Answer(message, reason, tokens, completion, texts, top, stopped_by, thought)
 
     def _note_skipped(self, side: Side, place: Placing) -> None:
         """Count answers that the agent has from elsewhere, and not from its session."""
