@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.rpc import Rule
-from earl_core.config import parse_config
+from earl_core.config import RunConfig, parse_config
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.dispatch.reads.plan import DispatchPlan
@@ -24,11 +24,14 @@ from earl_core.secrets import files_of
 from earl_core.system.errors import Cancelled
 from earl_core.system.private_paths import note_private
 from earl_core.system.processes import host_name
+from earl_core.system.service import noted_directories
 
 _SEEN_SECONDS = 60.0
 """Seconds for which NFS may take a directory for unchanged (`acdirmax`)."""
 
 _CANCEL_SECONDS = 0.25
+
+_KEYS = ("services", "*.key", "*/serve.key", "*/shards.token")
 
 Result = TypeVar("Result")
 
@@ -51,9 +54,7 @@ class RunWorker:
         self._config = parse_config(config)
         self._run_directory = Path(run_directory)
         self._peers = Peers(*peers)
-        key = self._config.rollout.gateway.keyfile
-        named = [self._config.runs_directory, run_directory, *files_of(config)]
-        note_private([*named, key] if key else named)
+        note_private(_private(self._config, config, run_directory))
 
     @property
     def _hosts(self) -> tuple[str, ...]:
@@ -91,6 +92,17 @@ class RunWorker:
         """Make the reads of the shards of this run, on whatever host they lie."""
         store = run_store(self._run_directory, self._config)
         return PlanReads(store, self._config.dispatch.verify == "always", self._peers)
+
+
+def _private(config: RunConfig, dumped: Mapping[str, Any], run_directory: str) -> list[str]:
+    """Paths that hold secrets of this run, and EARL's own in the user's other runs directories."""
+    named = [config.runs_directory, run_directory, *files_of(dumped)]
+    if config.rollout.gateway.keyfile:
+        named.append(config.rollout.gateway.keyfile)
+    for place in noted_directories():
+        found = (each for form in _KEYS for each in place.glob(form))
+        named += map(str, found)
+    return named
 
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ _OF_HOME = (
 
 def note_private(paths: Iterable[str]) -> None:
     """Have this process, and those that it begins, know of them."""
-    os.environ[_NAME] = os.pathsep.join(os.path.realpath(os.path.expanduser(p)) for p in paths)
+    os.environ[_NAME] = "\n".join(os.path.realpath(os.path.expanduser(p)) for p in paths)
 
 
 def private_paths() -> list[str]:
     """Real paths of the files and folders that are known, and of those in the user's home where
     programs keep keys and passwords."""
-    found = os.environ.get(_NAME, "").split(os.pathsep)
+    found = os.environ.get(_NAME, "").split("\n")
     found += [os.path.expanduser(f"~/{each}") for each in _OF_HOME]
     found.append(os.environ.get("PREFECT_HOME", ""))
     if state := os.environ.get("XDG_STATE_HOME"):

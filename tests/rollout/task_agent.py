@@ -52,6 +52,8 @@ def main() -> None:
             if os.path.islink(f"/{name}"):
                 os.unlink(f"/{name}")
         os.chmod("/", 0)
+    elif does == "is killed":
+        os.kill(os.getpid(), 9)
     elif does == "breaks tests":
         os.unlink("given.txt")
     elif does == "digs":

@@ -210,11 +210,13 @@ def test_an_episode_ends_whole_whatever_its_agent_does(tmp_path: Path) -> None:
         "wrecks": "ls /var/tmp && " + SOLVED,
         "breaks tests": "test -f given.txt && echo 0.5 > /logs/verifier/reward.txt",
         "digs": SOLVED,
+        "is killed": "echo 0 > /logs/verifier/reward.txt",
     }.items():
         harbor(tasks / does, does, test)
     found = play(tasks)
     rewards = {"cheats": 0.0, "hangs": 1.0, "leaves a child": 1.0, "locks up": 1.0}
     rewards |= {"brings a shell": 0.0, "wrecks": 1.0, "breaks tests": 0.0, "digs": 1.0}
+    rewards["is killed"] = 0.0
     for name, reward in rewards.items():
         assert (found[name].finish_reason, found[name].total_reward) == ("done", reward), found[
             name

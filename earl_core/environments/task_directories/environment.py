@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _OUTCOMES = ("passed", "partly", "failed", "tests_timed_out", "tests_broken")
 _NOT_FOUND = 127
+_SIGNALLED = 128
 _REWARD, _REWARDS = "reward.txt", "reward.json"
 
 
@@ -120,7 +121,8 @@ class TaskDirectories:
                 await place.put(said)
                 limit = self._limit(task.agent_seconds)
                 ended = await _within(limit, place.run(runtime.command, said, variables))
-                if ended is not None and ended.code:
+                # A signal may have been sent by what the policy has said.
+                if ended is not None and ended.code and ended.code <= _SIGNALLED:
                     raise _failure(task, f"the agent ended with {ended}")
                 began = time.monotonic()
                 verdict = await self._tested(place, task)
