@@ -35,14 +35,15 @@ _DEEPEST = 64
 _NOT_MASKED = -1
 _TRIED = 256
 """Answers of forms that were tried lately."""
-_DRAWN = 256
+_DRAWN = 128
+"""Tokens of answers that end late, and as many of answers that end soon."""
 _SEED = 0
 _CLOSING = frozenset(b'"]}')
 _TOKEN_SECONDS = 0.1
-_ROUGH_SECONDS, _USUAL_SECONDS = 0.5, 0.01
+_ROUGH_SECONDS, _USUAL_SECONDS = 0.5, 0.02
 """Of a processor, for one token, and for all that are drawn: so much and that for each."""
 _REPEATED_SECONDS = 60.0
-"""Of a processor, for the masks of one sample."""
+"""Of a processor, for the masks of one sample, beside `_TOKEN_SECONDS` for each of its tokens."""
 
 
 class GrammarError(EarlError):
@@ -116,7 +117,7 @@ class Grammars:
     def _problem(self, form: Form, beginnings: tuple[str, ...]) -> str:
         """Why answers of the form cannot be sampled; "" for a form whose drawn ones can."""
         drawing = _Drawing(self._closing, np.random.default_rng(_SEED))
-        most = max(_DRAWN // len(beginnings), _DRAWN // 8)
+        most = max(_DRAWN // len(beginnings), _DRAWN // 4)
         try:
             for beginning in beginnings:
                 for soon in (False, True):
@@ -144,7 +145,8 @@ class Grammars:
 
     def _index(self, held: Held, known: dict[bytes, int]) -> np.ndarray:
         """The number of each token's mask among those that are known."""
-        ends = time.thread_time() + _REPEATED_SECONDS
+        most = _REPEATED_SECONDS + _TOKEN_SECONDS * len(held.tokens)
+        ends = time.thread_time() + most
         index = np.full(len(held.tokens), _NOT_MASKED, np.int32)
         for form, places in held.forms:
             matcher = self.matcher(form)
@@ -153,7 +155,7 @@ class Grammars:
                 matcher.accept(int(held.tokens[place]))
                 if time.thread_time() > ends:
                     raise GrammarError(
-                        f"its masks take over {_REPEATED_SECONDS:g} s to compute again: have its "
+                        f"its masks take over {most:.0f} s to compute again: have its "
                         "agent ask for a simpler form, or set rollout.requests.constrained to free"
                     )
         return index

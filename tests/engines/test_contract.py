@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from earl_core.rollout.engines.engine import Completion
+from earl_core.rollout.engines.interruptible import InterruptibleEngine
 from tests.engines.driver import PROMPTS, Driver, batch, request
 from tests.engines.forms import (
     CHOICE,
@@ -352,3 +353,28 @@ def test_a_dead_end_of_a_form_ends_that_answer_alone(driver: Driver) -> None:
     assert said(formed) in TEXTS
     alone = driver.answer(PROMPTS[2], seed=1002, max_tokens=20, stop_token_ids=STOPS)
     assert alone.tokens == free.tokens
+
+
+def test_an_answer_of_a_form_that_has_not_begun_is_asked_for_again(driver: Driver) -> None:
+    """With the others, when what held them is over."""
+    if driver.engine.lockstep:
+        pytest.skip("its answers stop and go on in slices")
+    engine = InterruptibleEngine(driver.engine)
+    asked = [
+        request(n, PROMPTS[n], form=CHOICE, max_tokens=20, stop_token_ids=STOPS) for n in range(3)
+    ]
+
+    async def held() -> list[Completion]:
+        answers = [asyncio.create_task(engine.generate([each])) for each in asked]
+        await asyncio.sleep(0)
+        await engine.hold()
+        assert not answers[2].done()
+        engine.go_on()
+        return [(await each)[0] for each in answers]
+
+    free = driver.generate(asked)
+    driver.engine.limit_running(1)
+    answers = driver.run(asyncio.wait_for(held(), 30))
+    driver.engine.limit_running(256)
+    driver.engine.finish(range(3))
+    assert [each.tokens for each in answers] == [each.tokens for each in free]

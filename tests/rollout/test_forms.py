@@ -94,6 +94,7 @@ def _assert_refused(batch: Batch, make: Any, monkeypatch: pytest.MonkeyPatch) ->
     """Masks that take too long, and those of another release."""
     with monkeypatch.context() as patch:
         patch.setattr(grammars_module, "_REPEATED_SECONDS", 0.0)
+        patch.setattr(grammars_module, "_TOKEN_SECONDS", 0.0)
         with pytest.raises(GrammarError, match="episode 0: its masks take over 0 s"):
             masks_of(batch, make)
     with monkeypatch.context() as patch:

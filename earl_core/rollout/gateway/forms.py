@@ -152,8 +152,8 @@ def _check(field: str, schema: Any) -> None:
                 raise _unmasked(field, f"{min(others)!r} beside {alone!r} has no grammar")
         if each.get("required") and not each.get("properties"):
             raise _unmasked(field, "'required' without 'properties' has no grammar")
-        if not each.keys() & set(_TYPES) and (typed := each.keys() & set(_OF_A_TYPE)):
-            raise _unmasked(field, f"{min(typed)!r} without 'type' has no grammar")
+        if not each.keys() & set(_TYPES) and (bare := each.keys() & set(_OF_A_TYPE)):
+            raise _unmasked(field, f"{min(bare)!r} without 'type' has no grammar")
         bounds = [key for key in _OF_TEXTS if key in each]
         if len(bounds) > 1 and bounds != ["minLength", "maxLength"]:
             raise _unmasked(field, f"{bounds[0]!r} beside {bounds[1]!r} has no grammar")
