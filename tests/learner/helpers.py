@@ -80,9 +80,15 @@ def eager_model(directory: Path) -> PreTrainedModel:
 
 
 def random_samples(
-    count: int, *, seed: int = 0, longest: int = 40, samples_per_episode: int = 1
+    count: int,
+    *,
+    seed: int = 0,
+    longest: int = 40,
+    samples_per_episode: int = 1,
+    masked: bool = True,
 ) -> list[TrainingSample]:
-    """Samples with every column; two episodes in each group."""
+    """Samples with every column; two episodes in each group. masked: every third one was sampled
+    under a grammar."""
     rng = np.random.default_rng(seed)
     samples = []
     for index in range(count):
@@ -103,7 +109,7 @@ def random_samples(
                 advantages=np.full(length, rng.normal(), dtype=np.float32),
                 reference_logprobs=column(0.3, -3.7) * mask,
                 old_logprobs=column(0.3, -3.7) * mask,
-                masks=random_masks(tokens, index) if index % 3 == 1 else None,
+                masks=random_masks(tokens, index) if masked and index % 3 == 1 else None,
                 episode_id=episode,
                 group_id=episode // 2,
                 sample_id=index,

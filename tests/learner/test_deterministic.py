@@ -31,7 +31,7 @@ def trained(directory: Path) -> dict[str, torch.Tensor]:
                 for name in ("rollout_logprobs", "advantages", "reference_logprobs", "old_logprobs")
             },
         )
-        for sample in random_samples(64)
+        for sample in random_samples(64, masked=False)
     ]
     before = {name: weight.clone() for name, weight in learner.named_weights().items()}
     metrics = learner.update(with_old_logprobs(samples, learner.score(samples)), iteration=0)

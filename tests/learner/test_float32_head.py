@@ -26,7 +26,7 @@ def test_only_the_head_is_in_float32_and_gradients_flow(tmp_path: Path) -> None:
     model = load_policy(
         ModelConfig(path=str(save_model("llama", tmp_path))), create_mesh()
     ).model.bfloat16()
-    packed = PackedTensors.from_microbatch(pack(random_samples(4), range(4)))
+    packed = PackedTensors.from_microbatch(pack(random_samples(4, masked=False), range(4)))
     found, _ = logprobs_of_trained(model, packed, temperature=0.8, float32_head=True)
     chunked, _ = logprobs_of_trained(
         model, packed, temperature=0.8, float32_head=True, chunk_tokens=5

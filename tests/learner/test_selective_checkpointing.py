@@ -44,7 +44,7 @@ class Computed(TorchDispatchMode):
 
 def samples() -> list[TrainingSample]:
     """Short ones, and two long ones that share their first 200 tokens."""
-    long = random_samples(2, longest=300, seed=4)
+    long = random_samples(2, longest=300, seed=4, masked=False)
     made = []
     for sample in long:
         tokens = np.resize(long[0].tokens, 280 + sample.sample_id).astype(np.int32)
