@@ -118,15 +118,14 @@ def test_agents_are_trained_once_and_wait_for_the_learner(runs: Runs) -> None:
 
 
 def test_opponents_are_of_versions_as_young_as_the_policys(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
+    runs: Runs,
 ) -> None:
     """Stopped in good order while episodes go on: they are played anew, counted, and said to be.
     The long one of a batch begins while that of the batch before goes on."""
     overrides = (*asked(2, 4, ASKING), "algorithm.kl={placement: loss, coefficient: 0.1}")
-    monkeypatch.setenv("EARL_FAULT", "update.step0@1=raise")
-    with pytest.raises(Exception, match=r"update\.step0@1"):
-        train(runs, *overrides)
-    monkeypatch.delenv("EARL_FAULT")
+    process = runs.start(*overrides, fault="update.step0@1=raise")
+    assert process.wait(300) not in (0, KILLED), runs.output_path(0).read_text()
+    runs.wait_for_workers_to_end()
     parked = [json.loads(each.read_bytes()[32:]) for each in (runs.run() / "parked").iterdir()]
     assert parked
     assert [each["episodes"] for each in parked] == [None] * len(parked)

@@ -22,6 +22,8 @@ from earl_core.environments.hosting.host_calls import Call, Calls
 from earl_core.environments.hosting.host_process import HostSettings
 from earl_core.system.frames import FrameBuffer
 
+_CLOSE_SECONDS = 5.0
+
 
 class _DebuggerLeft(BaseException):
     """Somebody left the debugger by `q`, or pressed Ctrl-C: no failure of the environment."""
@@ -107,10 +109,11 @@ class InProcessSupervisor:
         self._calls.in_threads = self.wants_policy
 
     async def stop(self) -> None:
-        """Close what is open."""
+        """Close what is open; a thread that waits for a policy that has gone is left behind."""
         for episode in list(self._open):
             self.close(episode)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        closing = asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.wait([closing], timeout=_CLOSE_SECONDS)
         if hasattr(self, "_threads"):
             self._threads.shutdown(wait=False)
 
