@@ -30,7 +30,8 @@ class LossInputs:
             Those of the engine where ``importance_correction.anchor`` is ``rollout``.
         advantages: One for each token; no gradient.
         episode_index: int64 [T], the token's episode as a local number in ``[0, n_episodes)``.
-        n_episodes: Episodes in this microbatch.
+        n_episodes: Episodes in this microbatch. Where conversations have roles, a role's part of an
+            episode stands for one, here and in every loss.
         importance_weights: Correction factor of each token's policy loss, no gradient; None for 1.
         rollout_logprobs: By the engine, of the distribution sampled from; no gradient. An update
             always has them.
