@@ -121,6 +121,31 @@ def test_tests_say_the_reward_and_what_they_do_wrong_costs_their_own_episode(
     check_nothing_is_left()
 
 
+LOOK = """
+import json, pathlib
+found = json.loads(pathlib.Path('/logs/agent/found.json').read_text())
+wanted = json.loads({!r})
+wrong = {{key: found[key] for key in wanted if found[key] != wanted[key]}}
+assert found['processes'] < 9 and not found['written'], found
+assert not wrong, wrong
+pathlib.Path('/logs/verifier/reward.txt').write_text('1')
+"""
+
+
+def lay_out(environment: Path) -> None:
+    """Give a task binary files, names with spaces, links, programs and two stages."""
+    (environment / "given.txt").unlink()
+    (environment / "files" / "deep folder").mkdir(parents=True)
+    (environment / "files" / "a b.bin").write_bytes(bytes([0, 255, 10]))
+    (environment / "files" / "link").symlink_to("a b.bin")
+    (environment / "tool").write_text("#!/bin/sh\necho it runs\n")
+    (environment / "tool").chmod(0o755)
+    (environment / "Dockerfile").write_text(
+        "# a comment\nFROM debian AS base\nFROM base\nENV OF_IMAGE='two words' \\\n  OTHER=x\n"
+        "WORKDIR /app\nCOPY --chown=root files/ .\nCOPY tool /bin/\nCMD ['x']\n"
+    )
+
+
 @pytest.mark.usefixtures("no_namespaces")
 def test_an_agent_has_the_files_of_its_task_and_sees_no_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,26 +186,8 @@ def test_an_agent_has_the_files_of_its_task_and_sees_no_tests(
         TIMES.format(20, 20) + '[environment.env]\nTASKS = "${TASKS_OF_TEST}"\n',
     )
     monkeypatch.setenv("TASKS_OF_TEST", str(tasks))
-    (looks / "tests" / "look.py").write_text(
-        "import json, pathlib\n"
-        "found = json.loads(pathlib.Path('/logs/agent/found.json').read_text())\n"
-        f"wanted = json.loads({json.dumps(wanted)!r})\n"
-        "wrong = {key: found[key] for key in wanted if found[key] != wanted[key]}\n"
-        "assert found['processes'] < 9 and not found['written'], found\n"
-        "assert not wrong, wrong\n"
-        "pathlib.Path('/logs/verifier/reward.txt').write_text('1')\n"
-    )
-    environment = looks / "environment"
-    (environment / "given.txt").unlink()
-    (environment / "files" / "deep folder").mkdir(parents=True)
-    (environment / "files" / "a b.bin").write_bytes(bytes([0, 255, 10]))
-    (environment / "files" / "link").symlink_to("a b.bin")
-    (environment / "tool").write_text("#!/bin/sh\necho it runs\n")
-    (environment / "tool").chmod(0o755)
-    (environment / "Dockerfile").write_text(
-        "# a comment\nFROM debian AS base\nFROM base\nENV OF_IMAGE='two words' \\\n  OTHER=x\n"
-        "WORKDIR /app\nCOPY --chown=root files/ .\nCOPY tool /bin/\nCMD ['x']\n"
-    )
+    (looks / "tests" / "look.py").write_text(LOOK.format(json.dumps(wanted)))
+    lay_out(looks / "environment")
     bench = "ls $TEST_DIR/test_outputs.py && test -f solved.txt && "
     terminal_bench(tasks / "bench", "solves", bench + "test ! -e tests -a ! -e solution.sh")
     terminal_bench(tasks / "bench wrong", "solves", "exit 1")
