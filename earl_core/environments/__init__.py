@@ -10,6 +10,8 @@ judges      reward functions that ask models behind an endpoint
 endpoints   requests of judges and openenv: no redirects, no proxy to this machine
 games       tic-tac-toe and connect four, with random, greedy and searching opponents
 adapters    textarena, gymnasium, pettingzoo, reasoning-gym, OpenEnv, verifiers, data sets
+task_directories  tasks of Harbor and Terminal-Bench
+shared_world  what all episodes of a process share that have equal options
 rewards     reward functions of `prompt`; `reward_functions` score whole episodes
 tools       tools that the model calls, and the sandbox of one
 hosting     `EnvironmentPool`: environments in host processes; `host_supervisor` replaces lost hosts

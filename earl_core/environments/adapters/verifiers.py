@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from earl_core.environments.agent import MODEL, OPPONENT, episode_result
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options, at_least
+from earl_core.environments.shared_world import SharedWorld
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.import_path import import_package
 
@@ -72,20 +73,8 @@ class Verifiers:
         """Close nothing, because it holds nothing."""
 
 
-class _World:
+class _World(SharedWorld):
     """An environment of verifiers and its tasks, one for all episodes of a process."""
-
-    _made: ClassVar[dict[str, _World]] = {}
-    _making: ClassVar[threading.Lock] = threading.Lock()
-
-    @classmethod
-    def of(cls, options: VerifiersOptions) -> _World:
-        """Raises ConfigError."""
-        key = repr(options)
-        with cls._making:
-            if key not in cls._made:
-                cls._made[key] = cls(options)
-            return cls._made[key]
 
     def __init__(self, options: VerifiersOptions) -> None:
         verifiers = import_package("verifiers.v1", "verifiers")

@@ -12,7 +12,6 @@ import functools
 import inspect
 import math
 import signal
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, Literal
 from earl_core.environments.agent import MODEL, episode_result
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.options import Options
+from earl_core.environments.shared_world import SharedWorld
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.import_path import import_package
 
@@ -69,20 +69,8 @@ class VerifiersClassic:
         """Close nothing, because it holds nothing."""
 
 
-class _World:
+class _World(SharedWorld):
     """An environment and its rows, one for all episodes of a process."""
-
-    _made: ClassVar[dict[str, _World]] = {}
-    _making: ClassVar[threading.Lock] = threading.Lock()
-
-    @classmethod
-    def of(cls, options: VerifiersClassicOptions) -> _World:
-        """Raises ConfigError."""
-        key = repr(options)
-        with cls._making:
-            if key not in cls._made:
-                cls._made[key] = cls(options)
-            return cls._made[key]
 
     def __init__(self, options: VerifiersClassicOptions) -> None:
         verifiers = import_package("verifiers", "verifiers")

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import shutil
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ from earl_core.environments.adapters.run_program import Ended, policy_variables
 from earl_core.environments.agent import episode_result
 from earl_core.environments.base import EnvironmentFailed, Message, StepResult
 from earl_core.environments.options import Options
+from earl_core.environments.shared_world import SharedWorld
 from earl_core.environments.task_directories.docker_runtime import Container, DockerRuntime
 from earl_core.environments.task_directories.scratch import sweep
 from earl_core.environments.task_directories.subprocess_runtime import (
@@ -179,20 +179,8 @@ class _TestsBroken(Exception):
     """The tests gave no reward, which may be their fault, or their agent's."""
 
 
-class _World:
+class _World(SharedWorld):
     """The tasks of some options and their runtime, one for all episodes of a process."""
-
-    _made: ClassVar[dict[str, _World]] = {}
-    _making: ClassVar[threading.Lock] = threading.Lock()
-
-    @classmethod
-    def of(cls, options: TaskDirectoryOptions) -> _World:
-        """Raises ConfigError."""
-        key = repr(options)
-        with cls._making:
-            if key not in cls._made:
-                cls._made[key] = cls(options)
-            return cls._made[key]
 
     def __init__(self, options: TaskDirectoryOptions) -> None:
         path = Path(options.path)
