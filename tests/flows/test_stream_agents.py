@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 CALL_SECONDS, EPISODE_SECONDS = 2.0, 4.0
 AGENT = {
     "agent": "tests.rollout.agents:talking",
-    "options": {"every": 3, "long": 6, "patience": EPISODE_SECONDS},
+    "options": {"turns": {"7": 8, "8": 20, "12": 36}, "patience": EPISODE_SECONDS},
     "call_timeout_seconds": CALL_SECONDS,
     "episode_timeout_seconds": EPISODE_SECONDS,
 }
@@ -78,7 +78,8 @@ def environment_hosts(runs: Runs) -> Iterator[psutil.Process]:
 
 def test_agents_are_trained_once_and_wait_for_the_learner(runs: Runs) -> None:
     """The controller is killed while agents play. After that an update takes longer than a request,
-    or an episode, may; in the next one the agents' host is killed."""
+    or an episode, may; in the next one the agents' host is killed. The longest episode of a batch
+    begins at the latest with that of the batch before, and is twice as long."""
     overrides = asked(1, 4, AGENT)
     process = runs.start(*overrides, fault=f"group.taken{BATCH}@1=kill")
     assert process.wait(300) == KILLED

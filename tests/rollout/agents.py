@@ -73,10 +73,11 @@ async def two_at_once(task: dict[str, Any], base_url: str, api_key: str) -> floa
 
 
 async def talking(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """A conversation of some turns, many for one task in `every`; odd digits in answers are good.
-    No request comes twice. The outcome says which one has waited for `patience` seconds or more."""
+    """A conversation of three turns, or as many as the task has in `turns`; odd digits in answers
+    are good. No request comes twice. The outcome says which one has waited for `patience` seconds
+    or more."""
     api = client(base_url, api_key)
-    turns = task.get("long", 3) if task["index"] % task.get("every", 1) == 0 else 2
+    turns = task.get("turns", {}).get(str(task["index"]), 3)
     messages: list[Any] = [{"role": "user", "content": "free: 1 2 3"}]
     reward, outcome = 0.0, "prompt"
     for turn in range(turns):
