@@ -127,8 +127,8 @@ def test_unfinished_groups_go_on_under_new_weights_and_are_trained_once(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the run was stopped between the seal of a group and its line, and without shared
-    memory after that. What it stopped in order has parked goes on at the next token. A clock decides
-    which groups begin before their batch is asked for."""
+    memory after that. What it stopped in order has parked goes on at the next token. A clock
+    decides which groups begin before their batch is asked for."""
     asked = stream(2, 6)
     monkeypatch.setenv("EARL_CLOCK", "0")
     for fault in ("group.taken5@1", "update.step0@2"):
