@@ -3,8 +3,8 @@
 `EARL_FAULT=update.step0@2=kill` kills every process that reaches the point `update.step0` in
 iteration 2, `update.step0@2:1=kill` only rank 1 of the group. Actions: `kill` (SIGKILL to itself),
 `stop` (SIGSTOP to itself: no heartbeat), `hang` (sleep for ever, with heartbeats), `wait` (until
-nothing is at the path that `EARL_FAULT_GATE` names, then go on), `enospc` (raise OSError as a full
-disk does), `memory` (raise what torch raises when it gets no memory), `gorge` (take memory until
+nothing is at the path that `EARL_FAULT_GATE` names, or in that directory by the place's name; then
+go on), `enospc` (raise OSError as a full disk does), `memory` (raise what torch raises when it gets no memory), `gorge` (take memory until
 the kernel ends it), `raise` (RuntimeError). Several faults stand with `;` between them.
 `EARL_FAULT_ONCE=DIRECTORY` makes each happen once only, among all processes: a file there says that
 it has. Unset, a point costs one dictionary look-up.
@@ -59,7 +59,9 @@ def _happen(place: str, action: str) -> None:
     while action == "hang":
         time.sleep(60)
     if action == "wait":
-        while os.path.exists(os.environ["EARL_FAULT_GATE"]):
+        gate = Path(os.environ["EARL_FAULT_GATE"])
+        gate = gate / place if gate.is_dir() else gate
+        while gate.exists():
             time.sleep(0.05)
         return
     if action == "enospc":

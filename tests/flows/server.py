@@ -11,8 +11,13 @@ from tests.flows.runs import Runs
 
 def ask(runs: Runs, path: str, body: dict[str, Any] | None = None) -> Any:
     """POST to the server's API (GET without a body)."""
+    return ask_patiently(access(runs), path, body)
+
+
+def access(runs: Runs) -> Access:
+    """The server's."""
     names = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
-    return ask_patiently(Access(*(runs.environment[name] for name in names)), path, body)
+    return Access(*(runs.environment[name] for name in names))
 
 
 def ask_patiently(access: Access, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
+from pathlib import Path
 
 import yaml
 
@@ -17,6 +20,14 @@ from tests.flows.runs import LEARNING, Runs
 from tests.flows.test_divided import STAYING
 from tests.flows.test_overlap import intervals
 from tests.flows.test_selector_runs import plan
+
+
+def hold(runs: Runs, gate: Path) -> None:
+    """The first update, until the second rollout has begun, or for so long that it never will."""
+    deadline = time.monotonic() + 120
+    while (1, "rollout") not in runs.executed("started", "loose") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    gate.unlink()
 
 
 def test_a_run_says_who_lays_it_out_and_goes_on_so(runs: Runs) -> None:
@@ -33,9 +44,13 @@ def test_a_run_says_who_lays_it_out_and_goes_on_so(runs: Runs) -> None:
     points = (*(ProfilePoint(key=key, **place) for key in keys), *STAYING)
     write_table(directory, mark, ProfileTable(points=points))
 
+    gate = runs.directory / "gate"
+    gate.touch()
+    runs.environment["EARL_FAULT_GATE"] = str(gate)
+    threading.Thread(target=hold, args=(runs, gate), daemon=True).start()
     assert runs.train_here(
         {"overrides": ["iterations=1"]},
-        {"overrides": ["name=loose", *loose]},
+        {"overrides": ["name=loose", *loose], "fault": "update.step0@0=wait"},
     ) == [None, None]
     said = runs.output_path(0).read_text()
     exact = "the torch engine in fp32 with given threads is to give equal bits"

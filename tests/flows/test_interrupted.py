@@ -7,6 +7,7 @@ what it saw.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ import yaml
 from earl_core.algorithms.moments import merge_statistics
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.control.worker_groups import TARGETS
+from flows.reaper import reconcile
 from tests.flows.runs import KILLED, Runs
-from tests.flows.server import ask, flow_runs
+from tests.flows.server import access, ask, flow_runs
 
 
 @dataclass(frozen=True)
@@ -110,26 +112,9 @@ def test_a_lost_shard_repeats_its_stage_only(
     assert story.runs.weights(1) == undisturbed().weights(1)
 
 
-def test_prefect_frees_the_killed_run_and_shows_finished_stages_as_cached(story: Story) -> None:
-    runs = story.runs
-    (left,) = story.left_running
-    assert ask(runs, f"flow_runs/{left['id']}")["state_type"] == "CRASHED"
-    (iteration,) = (
-        run
-        for run in flow_runs(runs, f"{runs.run().name} 1", "COMPLETED")
-        if run["parameters"].get("run") == str(runs.run())
-    )
-    tasks = ask(runs, "task_runs/filter", {"flow_runs": {"id": {"any_": [iteration["id"]]}}})
-    states = {task["name"]: task["state_name"] for task in tasks}
-    assert states == {
-        "select 1": "Cached",
-        "rollout 1": "Cached",
-        "reward 1": "Completed",
-        "reference 1": "Cached",
-        "advantage 1": "Cached",
-        "update 1": "Completed",
-        "publish 1": "Completed",
-    }
+def recorded(runs: Runs, iteration: str) -> tuple[dict[str, str], set[tuple[str, str]]]:
+    """Of the tasks of a flow run: their states by name, and which takes what another gives."""
+    tasks = ask(runs, "task_runs/filter", {"flow_runs": {"id": {"any_": [iteration]}}})
     names = {task["id"]: task["name"] for task in tasks}
     edges = {
         (names[source["id"]], task["name"])
@@ -138,6 +123,35 @@ def test_prefect_frees_the_killed_run_and_shows_finished_stages_as_cached(story:
         for source in sources
         if source.get("id") in names
     }
+    return {task["name"]: task["state_name"] for task in tasks}, edges
+
+
+def test_prefect_frees_the_killed_run_and_shows_finished_stages_as_cached(story: Story) -> None:
+    runs = story.runs
+    (left,) = story.left_running
+    # What the second training does at its start and, where the server is busy then, later.
+    reconcile(access(runs), runs.directory / "runs", timeout=60)
+    assert ask(runs, f"flow_runs/{left['id']}")["state_type"] == "CRASHED"
+    (iteration,) = (
+        run
+        for run in flow_runs(runs, f"{runs.run().name} 1", "COMPLETED")
+        if run["parameters"].get("run") == str(runs.run())
+    )
+    wanted = {
+        "select 1": "Cached",
+        "rollout 1": "Cached",
+        "reward 1": "Completed",
+        "reference 1": "Cached",
+        "advantage 1": "Cached",
+        "update 1": "Completed",
+        "publish 1": "Completed",
+    }
+    # The server records the states of tasks some time after they have ended.
+    deadline = time.monotonic() + 120
+    while recorded(runs, iteration["id"])[0] != wanted and time.monotonic() < deadline:
+        time.sleep(0.5)
+    states, edges = recorded(runs, iteration["id"])
+    assert states == wanted
     assert ("rollout 1", "advantage 1") in edges
     assert ("advantage 1", "update 1") in edges
     assert ("update 1", "publish 1") in edges

@@ -184,14 +184,18 @@ def test_a_checkpoint_directory_that_fills_up(
     assert re.search(r"a checkpoint needs [\d,]+ bytes, and .*checkpoints has [\d,]+ left", output)
     assert (0, "rollout") not in runs.executed("started")
     subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
-    process = runs.start(*RANKS)
-    while (0, "rollout") not in runs.executed("sealed"):
+    gate = runs.directory / "gate"
+    gate.touch()
+    runs.environment["EARL_FAULT_GATE"] = str(gate)
+    process = runs.start(*RANKS, fault="update.step0@0=wait")
+    while (0, "update") not in runs.executed("started"):
         assert process.poll() is None, runs.output_path(1).read_text()
         time.sleep(0.02)
     assert runs.workers(), "none would be seen to stay"
     filler = small_disk / "filler"
     free = shutil.disk_usage(small_disk).free
     filler.write_bytes(b"1" * (free - 2**13))
+    gate.unlink()
     assert process.wait(300) == 1
     output = runs.output_path(1).read_text()
     assert "No space left on device" in output

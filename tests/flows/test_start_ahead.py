@@ -85,7 +85,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             events.append((role, any(live)))
 
         groups = WorkerGroups(
-            run.config, run.path, run.logs, Hardware(cpu_cores=2, memory_bytes=2**33), listen
+            run.config, run.path, run.logs, Hardware(cpu_cores=4, memory_bytes=2**33), listen
         )
         opened.append(groups)
         return groups, events

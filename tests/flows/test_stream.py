@@ -165,6 +165,9 @@ def test_what_plays_when_a_run_is_asked_to_stop_goes_on_at_the_next_token(
     runs: Runs, number: signal.Signals
 ) -> None:
     """As the end of a container, a cancelled flow run and Ctrl-C ask, while the learner works."""
+    gate = runs.directory / "gate"
+    gate.touch()
+    runs.environment |= {"EARL_FAULT_GATE": str(gate), "EARL_CLOCK": "0"}
     process = runs.start(*stream(2, 4), fault="update.step0@1=wait")
     deadline = time.monotonic() + 240
     while (1, "update") not in runs.executed("started"):
@@ -307,6 +310,8 @@ def test_processes_that_are_told_to_end_park_what_they_play(runs: Runs) -> None:
     engines = "stages={placement: shared, rollout: {replicas: 2}}"
     options = {**LENGTHS, "options": {"every": 1, "long": 30, "seconds": 0.01}}
     asked = (*stream(1, 3), engines, f"environment={json.dumps(options)}")
+    # Two slices beyond a batch, and no further.
+    runs.environment["EARL_CLOCK"] = "2"
     runs.train(*asked, fault="update.before@1=raise", expect=1)
     parked = parked_answers(runs.run())
     assert len(parked) > 1

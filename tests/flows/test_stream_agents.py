@@ -23,12 +23,12 @@ from tests.flows.test_stream import BATCH, assert_once_and_young, stream, train
 
 pytestmark = pytest.mark.slow
 
-CALL_SECONDS, EPISODE_SECONDS = 2.0, 4.0
+CALL_SECONDS, UPDATE_SECONDS = 3.0, 6.0
 AGENT = {
     "agent": "tests.rollout.agents:talking",
-    "options": {"turns": {"7": 8, "8": 20, "12": 36}, "patience": EPISODE_SECONDS},
+    "options": {"turns": {"7": 8, "8": 20, "12": 36}, "patience": UPDATE_SECONDS - 1},
     "call_timeout_seconds": CALL_SECONDS,
-    "episode_timeout_seconds": EPISODE_SECONDS,
+    "episode_timeout_seconds": 60.0,
 }
 ASKING = {
     "name": "tests.rollout.environments:AskingLengths",
@@ -77,28 +77,29 @@ def environment_hosts(runs: Runs) -> Iterator[psutil.Process]:
 
 
 def test_agents_are_trained_once_and_wait_for_the_learner(runs: Runs) -> None:
-    """The controller is killed while agents play. After that an update takes longer than a request,
-    or an episode, may; in the next one the agents' host is killed. The longest episode of a batch
+    """The controller is killed while agents play. After that an update takes longer than a request
+    may; in the next one the agents' host is killed. The longest episode of a batch
     begins at the latest with that of the batch before, and is twice as long."""
     overrides = asked(1, 4, AGENT)
     process = runs.start(*overrides, fault=f"group.taken{BATCH}@1=kill")
     assert process.wait(300) == KILLED
     runs.wait_for_workers_to_end()
-    once, gate = runs.directory / "once", runs.directory / "gate"
-    once.mkdir()
-    gate.touch()
-    runs.environment |= {"EARL_FAULT_ONCE": str(once), "EARL_FAULT_GATE": str(gate)}
-    process = runs.start(*overrides, fault="update.step0@1=wait;update.step0@2=wait")
-    wait_for(once / "update.step0@1", process)
-    time.sleep(EPISODE_SECONDS + 2)
-    gate.unlink()
-    time.sleep(0.5)
-    gate.touch()
-    wait_for(once / "update.step0@2", process)
+    once, gates = runs.directory / "once", runs.directory / "gates"
+    runs.environment |= {"EARL_FAULT_ONCE": str(once), "EARL_FAULT_GATE": str(gates)}
+    first, second = "update.step0@1", "update.step0@2"
+    for each in (once, gates):
+        each.mkdir()
+    for place in (first, second):
+        (gates / place).touch()
+    process = runs.start(*overrides, fault=f"{first}=wait;{second}=wait")
+    wait_for(once / first, process)
+    time.sleep(UPDATE_SECONDS)
+    (gates / first).unlink()
+    wait_for(once / second, process)
     hosts = list(environment_hosts(runs))
     for host in hosts:
         os.kill(host.pid, signal.SIGKILL)
-    gate.unlink()
+    (gates / second).unlink()
     assert process.wait(300) == 0, runs.output_path(1).read_text()
     assert hosts
     runs.assert_learnt()

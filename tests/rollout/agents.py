@@ -10,6 +10,7 @@ from typing import Any
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from earl_core.environments.registry import create
+from tests.rollout.environments import worth
 
 SHARED = AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0)
 
@@ -73,9 +74,8 @@ async def two_at_once(task: dict[str, Any], base_url: str, api_key: str) -> floa
 
 
 async def talking(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """A conversation of three turns, or as many as the task has in `turns`; odd digits in answers
-    are good. No request comes twice. The outcome says which one has waited for `patience` seconds
-    or more."""
+    """A conversation of three turns, or as many as the task has in `turns`; rewards by `worth`. No
+    request comes twice. The outcome says which one has waited for `patience` seconds or more."""
     api = client(base_url, api_key)
     turns = task.get("turns", {}).get(str(task["index"]), 3)
     messages: list[Any] = [{"role": "user", "content": "free: 1 2 3"}]
@@ -85,7 +85,7 @@ async def talking(task: dict[str, Any], base_url: str, api_key: str) -> dict[str
         text = await ask(api, messages)
         if time.monotonic() - began >= task.get("patience", 3600):
             outcome = f"waited {turn}"
-        reward += bool(set(text) & set("13579"))
+        reward += worth(text)
         messages += [{"role": "assistant", "content": text}]
         messages += [{"role": "user", "content": "free: 1"}]
     return {"reward": reward / turns, "outcome": outcome}

@@ -17,6 +17,12 @@ from earl_core.environments.policy_conversation import PolicyConversation
 from earl_core.environments.registry import create
 
 
+def worth(text: str) -> float:
+    """An answer's reward: other answers have others, so that groups teach something whatever is
+    sampled."""
+    return sum(map(ord, text)) % 97 / 97
+
+
 class Unreliable:
     """Two turns; prompts in `raising` raise and those in `hanging` never return."""
 
@@ -45,7 +51,7 @@ class Unreliable:
 
 
 class Lengths:
-    """Two turns, but `long` ones for one prompt in `every`; an answer with an odd digit is good."""
+    """Two turns, but `long` ones for one prompt in `every`; rewards by `worth`."""
 
     def __init__(self, every: int, long: int, seconds: float = 0.0) -> None:
         self._every, self._long, self._seconds = every, long, seconds
@@ -58,7 +64,7 @@ class Lengths:
     def step(self, text: str) -> StepResult:
         time.sleep(self._seconds)
         self._left -= 1
-        reward = 1.0 if set(text) & set("13579") else 0.0
+        reward = worth(text)
         return StepResult([{"role": "user", "content": "free: 1"}], reward, self._left == 0)
 
     def close(self) -> None:
@@ -78,8 +84,8 @@ class AskingLengths(Lengths):
 
 
 class DrawnLengths:
-    """One turn, but `long` ones for one prompt in `share`, which its number and the salt draw; an
-    answer with an odd digit is good."""
+    """One turn, but `long` ones for one prompt in `share`, which its number and the salt draw;
+    rewards by `worth`."""
 
     def __init__(self, share: int, long: int, salt: int) -> None:
         self._share, self._long, self._salt = share, long, salt
@@ -95,7 +101,7 @@ class DrawnLengths:
 
     def step(self, text: str) -> StepResult:
         self._left -= 1
-        reward = 1.0 if set(text) & set("13579") else 0.0
+        reward = worth(text)
         return StepResult([{"role": "user", "content": "free: 1"}], reward, self._left == 0)
 
     def close(self) -> None:
