@@ -4,8 +4,9 @@
 iteration 2, `update.step0@2:1=kill` only rank 1 of the group. Actions: `kill` (SIGKILL to itself),
 `stop` (SIGSTOP to itself: no heartbeat), `hang` (sleep for ever, with heartbeats), `wait` (until
 nothing is at the path that `EARL_FAULT_GATE` names, or in that directory by the place's name; then
-go on), `enospc` (raise OSError as a full disk does), `memory` (raise what torch raises when it gets no memory), `gorge` (take memory until
-the kernel ends it), `raise` (RuntimeError). Several faults stand with `;` between them.
+go on), `enospc` (raise OSError as a full disk does), `memory` (raise what torch raises when it gets
+no memory), `gorge` (take memory until the kernel ends it), `raise` (RuntimeError). Several faults
+stand with `;` between them.
 `EARL_FAULT_ONCE=DIRECTORY` makes each happen once only, among all processes: a file there says that
 it has. Unset, a point costs one dictionary look-up.
 """
