@@ -22,10 +22,11 @@ import math
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from benchmarks.schedules import Engine, Speed, Stream, pinned, play
 from earl_core.config import RunConfig
@@ -151,28 +152,57 @@ def speeds(run: Run, rates: Rates) -> list[float]:
 
 
 def fit(run: Run) -> Rates:
-    """The rates of a synchronous run, by least squares: none is below 0."""
+    """The rates of a synchronous run, none below 0: by least squares of what the model says of its
+    rollouts, from several beginnings."""
     measured = run.played[_FIRST:]
     trained = median([each.stages["update"] / each.trained for each in measured])
     outside = median([each.wall - each.learning - each.stages["rollout"] for each in measured])
     load = median([each.stages["rollout"] - each.stages["playing"] for each in measured])
     draft = Rates(0, 0, 0, trained, load, outside)
-    features, seconds = [], []
-    for each, slower in zip(measured, speeds(run, draft)[_FIRST:], strict=True):
-        tokens, turns = zip(*itertools.chain(*each.groups), strict=True)
-        even = sum(tokens) / _engines(run.config)
-        features.append([slower * max(tokens), max(turns), slower * even])
-        seconds.append(each.stages["playing"])
-    best, solution = math.inf, np.zeros(3)
-    for chosen in itertools.chain(*(itertools.combinations(range(3), n) for n in (1, 2, 3))):
-        part = np.array(features)[:, chosen]
-        found, *_ = np.linalg.lstsq(part, np.array(seconds), rcond=None)
-        error = float(((part @ found - seconds) ** 2).sum())
-        if found.min() >= 0 and error < best:
-            best, solution = error, np.zeros(3)
-            solution[list(chosen)] = found
-    token, turn, beside = map(float, solution)
-    return Rates(token, turn, beside, trained, load, outside)
+    pairs = list(zip(measured, speeds(run, draft)[_FIRST:], strict=True))
+
+    def told(found: Sequence[float]) -> Rates:
+        token, turn, beside = map(float, found)
+        return replace(draft, token=token, turn=turn, beside=beside)
+
+    def missed(found: Sequence[float]) -> list[float]:
+        return [
+            max(rollout(run, each, told(found), slow)) - each.stages["playing"]
+            for each, slow in pairs
+        ]
+
+    shares = [(1.0, 0.1, 0.1), (0.1, 1.0, 0.1), (0.1, 0.1, 1.0)]
+    begins = [np.array(each) * begin for each, begin in itertools.product(shares, (1e-3, 1e-1))]
+    best = min(
+        (least_squares(missed, each, bounds=(0, math.inf), x_scale=each) for each in begins),
+        key=lambda found: float(found.cost),
+    )
+    return told(best.x)
+
+
+def work(each: Played, rates: Rates, slow: float) -> list[list[float]]:
+    """Seconds of each sequence alone, by group."""
+    return [
+        [slow * rates.token * tokens + rates.turn * turns for tokens, turns in group]
+        for group in each.groups
+    ]
+
+
+def beside(run: Run, played: Sequence[Played], rates: Rates, alone: float) -> Speed:
+    """How sequences slow each other down that take so many seconds alone, all together."""
+    sampled = sum(tokens for each in played for group in each.groups for tokens, _ in group)
+    running = run.config.rollout.max_running_requests
+    return Speed(rates.beside * sampled / max(alone, 1e-9), running)
+
+
+def rollout(run: Run, each: Played, rates: Rates, slow: float) -> list[float]:
+    """Seconds that each engine plays of a synchronous iteration."""
+    groups = work(each, rates, slow)
+    speed = beside(run, [each], rates, sum(map(sum, groups)) / slow)
+    return [
+        play([*itertools.chain(*(groups[n] for n in part))], speed)
+        for part in contiguous(range(len(groups)), _engines(run.config))
+    ]
 
 
 def _engines(config: RunConfig) -> int:
@@ -183,39 +213,32 @@ def predict(run: Run, rates: Rates, by_machine: bool) -> float:
     """Seconds of an iteration of the run. by_machine: as fast as the machine was in each iteration,
     else as fast as in the run that the rates are of."""
     slower = speeds(run, rates) if by_machine else [1.0] * len(run.played)
-    work = [
-        [
-            [slow * rates.token * tokens + rates.turn * turns for tokens, turns in g]
-            for g in each.groups
-        ]
-        for each, slow in zip(run.played, slower, strict=True)
-    ]
-    sampled = sum(t for each in run.played for group in each.groups for t, _ in group)
-    alone = sum(itertools.chain(*itertools.chain(*work)))
-    running = run.config.rollout.max_running_requests
-    speed = Speed(rates.beside * sampled / max(alone, 1e-9), running)
+    groups = [work(each, rates, slow) for each, slow in zip(run.played, slower, strict=True)]
     training = [
         slow * (rates.trained * each.trained + rates.outside)
         for each, slow in zip(run.played, slower, strict=True)
     ]
     side_by_side = run.config.stages.placed.side_by_side
     engines, staleness = _engines(run.config), run.staleness
+    running = run.config.rollout.max_running_requests
     if run.config.schedule.streams:
         # Engines of vLLM hold twice as many, of which half wait for environments.
         live = running * (1 if run.config.rollout.engine == "torch" else 2)
         waits = [each + (0 if side_by_side else rates.load) for each in training]
-        all_engines = [Engine(speed) for _ in range(engines)]
-        stream = Stream(
-            [*itertools.chain(*work)], waits, staleness, side_by_side, live, all_engines
-        )
-        published = stream.run()
+        alone = sum(itertools.chain(*itertools.chain(*groups)))
+        speed = beside(run, run.played, rates, alone)
+        published = Stream(
+            [*itertools.chain(*groups)],
+            waits,
+            staleness,
+            side_by_side,
+            live,
+            [Engine(speed) for _ in range(engines)],
+        ).run()
     else:
         rollouts = [
-            [
-                rates.load + play([*itertools.chain(*(groups[n] for n in part))], speed)
-                for part in contiguous(range(len(groups)), engines)
-            ]
-            for groups in work
+            [rates.load + seconds for seconds in rollout(run, each, rates, slow)]
+            for each, slow in zip(run.played, slower, strict=True)
         ]
         published = pinned(rollouts, training, staleness, side_by_side)
     return (published[-1] - published[_FIRST - 1]) / (len(published) - _FIRST)

@@ -146,6 +146,7 @@ class EpisodePlayer:
             seed=derive_seed(self.spec.seed, "draw", self._turn),
             stop_token_ids=self._chat.stop_token_ids,
             ends=self._chat.ends,
+            priority=self.spec.batch,
         )
 
     def answer(self, completion: Completion) -> Answer | None:

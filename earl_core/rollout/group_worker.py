@@ -76,6 +76,7 @@ class GroupWorker(EngineWorker):
                 prompt_id=prompt,
                 seed=derive_seed(seed, iteration, "rollout", episode),
                 environment=label,
+                batch=iteration,
             )
             for episode in range(group * size, (group + 1) * size)
         ]

@@ -281,13 +281,15 @@ def derive_seed(*parts: int | str) -> int:
 @dataclass(frozen=True)
 class EpisodeSpec:
     """An episode to play. `seed` keys all its draws: the environment's and each turn's.
-    environment: its label, where the run has several. prompt_id: the prompt's index there."""
+    environment: its label, where the run has several. prompt_id: the prompt's index there. batch:
+    of a stream, the one that trains on it: its requests go before those of later ones."""
 
     episode_id: int
     group_id: int
     prompt_id: int
     seed: int
     environment: str = ""
+    batch: int = 0
 
     def episode(self, samples: Sequence[Sample] = ()) -> Episode:
         """The episode, before or after it was played."""

@@ -18,14 +18,14 @@ class Room:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._go: dict[str, asyncio.Event] = {}
 
-    async def ask(self, *names: str) -> None:
+    async def ask(self, *names: str, priority: int = 0) -> None:
         for name in names:
             self._go[name] = asyncio.Event()
-            self.tasks[name] = asyncio.create_task(self._stay(name))
+            self.tasks[name] = asyncio.create_task(self._stay(name, priority))
         await settled()
 
-    async def _stay(self, name: str) -> None:
-        async with self.admission.entered(name):
+    async def _stay(self, name: str, priority: int) -> None:
+        async with self.admission.entered(name, priority):
             self.inside.append(name)
             try:
                 await self._go[name].wait()
@@ -61,6 +61,22 @@ def test_places_go_to_those_who_waited_longest() -> None:
         await room.leave("a", "c")
         assert room.inside == ["d", "e"]
         await room.leave("d", "e")
+
+    run(work)
+
+
+def test_places_go_to_the_lowest_priority_first() -> None:
+    async def work() -> None:
+        room = Room(1)
+        await room.ask("a", priority=5)
+        await room.ask("b", "c", priority=2)
+        await room.ask("d", priority=1)
+        await room.ask("e", priority=2)
+        order = []
+        for _ in range(5):
+            order += room.inside
+            await room.leave(*room.inside)
+        assert order == ["a", "d", "b", "c", "e"]
 
     run(work)
 

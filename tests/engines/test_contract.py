@@ -230,6 +230,29 @@ def test_the_limit_on_running_answers_changes_while_the_engine_lives(driver: Dri
     driver.engine.finish(range(len(PROMPTS)))
 
 
+def test_of_answers_that_wait_those_of_the_lowest_priority_begin_first(driver: Driver) -> None:
+    if driver.engine.lockstep:
+        pytest.skip("its answers do not wait: they come in batches")
+    begun: list[int] = []
+
+    async def one(index: int) -> None:
+        def tell(tokens: Sequence[int]) -> None:
+            if index not in begun:
+                begun.append(index)
+
+        asked = request(index, PROMPTS[index], max_tokens=8, priority=-index, on_tokens=tell)
+        await driver.engine.generate([asked])
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(one, range(len(PROMPTS))))
+
+    driver.engine.limit_running(1)
+    driver.run(all_of_them())
+    assert begun == [0, *range(len(PROMPTS) - 1, 0, -1)]
+    driver.engine.limit_running(256)
+    driver.engine.finish(range(len(PROMPTS)))
+
+
 def test_an_answer_that_waits_for_its_place_can_be_cancelled(driver: Driver) -> None:
     if driver.engine.lockstep:
         pytest.skip("its answers do not wait: they come in batches")

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 
 
 class Admission:
-    """Lets at most so many requests in at a time, in the order in which they came.
+    """Lets at most so many requests in at a time: by their priority, the lowest number first, and
+    those of one in the order in which they came.
 
     It belongs to one event loop. Without a limit nobody waits.
     """
@@ -18,7 +19,7 @@ class Admission:
     def __init__(self) -> None:
         self._limit = sys.maxsize
         self._inside = 0
-        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._waiting: dict[str, tuple[int, asyncio.Future[None]]] = {}
 
     def limit(self, requests: int | None) -> None:
         """The bound from now on; None: there is none. Whoever is in stays in."""
@@ -26,10 +27,11 @@ class Admission:
         self._let_in()
 
     @asynccontextmanager
-    async def entered(self, name: str) -> AsyncIterator[None]:
+    async def entered(self, name: str, priority: int = 0) -> AsyncIterator[None]:
         """Wait for a place, or for `give_up`, and leave at the end of the block."""
         if self._waiting or self._inside >= self._limit:
-            turn = self._waiting[name] = asyncio.get_running_loop().create_future()
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting[name] = priority, turn
             try:
                 await turn
             except asyncio.CancelledError:
@@ -46,7 +48,7 @@ class Admission:
 
     def give_up(self, name: str) -> None:
         """Let one who waits in at once, because it will ask for nothing any more."""
-        turn = self._waiting.pop(name, None)
+        _, turn = self._waiting.pop(name, (0, None))
         if turn is not None and not turn.done():
             self._inside += 1
             turn.set_result(None)
@@ -57,4 +59,4 @@ class Admission:
 
     def _let_in(self) -> None:
         while self._waiting and self._inside < self._limit:
-            self.give_up(next(iter(self._waiting)))
+            self.give_up(min(self._waiting, key=lambda name: self._waiting[name][0]))

@@ -62,7 +62,8 @@ class GenerationRequest:
     it. `on_part` gets the answer as far as it is sampled whenever an engine that answers in parts
     has a part of it. Where `drafted` is false the answer neither gets drafts nor becomes one. Where
     there is a `form`, tokens that would leave it are not sampled, and log-probs are those of the
-    distribution without them; such an answer neither gets drafts nor becomes one.
+    distribution without them; such an answer neither gets drafts nor becomes one. Of requests that
+    wait for room those of a lower `priority` go first.
     """
 
     sequence_id: int
@@ -78,6 +79,7 @@ class GenerationRequest:
     on_part: OnPart | None = None
     drafted: bool = True
     form: Form | None = None
+    priority: int = 0
 
     @property
     def takes_drafts(self) -> bool:

@@ -103,7 +103,9 @@ class EngineInSlices(WrappedEngine):
 
     async def _answer_slice(self) -> None:
         # An order that is not that of arrival.
-        batch = sorted(self._waiting, key=lambda each: each.request.sequence_id)
+        batch = sorted(
+            self._waiting, key=lambda each: (each.request.priority, each.request.sequence_id)
+        )
         given = []
         for each in batch:
             most = each.request.max_tokens or sys.maxsize

@@ -340,7 +340,7 @@ class VllmEngine(BaseEngine[Any]):
 
     async def _answer(self, request: GenerationRequest, version: int, pairs: Any) -> Completion:
         name = self._running[request.sequence_id]
-        async with self._admission.entered(name):
+        async with self._admission.entered(name, request.priority):
             if name in self._cancelled:
                 return request.ended("cancelled", version)
             queue = await self._submit(request, pairs)
@@ -356,10 +356,10 @@ class VllmEngine(BaseEngine[Any]):
         budget = answer_budget(request, self.max_model_len)[0] - len(request.sampled)
         if budget < 1:
             return None
-        parameters = sampling_parameters(request, budget)
         prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *request.sampled]}
-        name = self._running[request.sequence_id]
-        queue = await self._engine.add_request(name, prompt, parameters, lora_request=pairs)
+        name, parameters = self._running[request.sequence_id], sampling_parameters(request, budget)
+        how = {"lora_request": pairs, "priority": request.priority}
+        queue = await self._engine.add_request(name, prompt, parameters, **how)
         if name in self._cancelled:  # while it was on its way
             await self._abort([name], internal=False)
         return queue

@@ -167,6 +167,7 @@ def engine_arguments(
         "dtype": engine.dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": engine.max_running_requests,
+        "scheduling_policy": "priority",
         "tensor_parallel_size": tensor_parallel,
         "trust_remote_code": engine.trust_remote_code,
         "enable_prefix_caching": True,

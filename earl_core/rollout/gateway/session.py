@@ -357,6 +357,7 @@ class Session:
             top=call.top,
             ends=self._chat.ends_by(call.stop) if call.stop else self._chat.ends,
             form=form,
+            priority=self.spec.batch,
         )
 
     def _check_tokens(self, side: Side, tokens: int) -> None:
