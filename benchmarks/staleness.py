@@ -65,7 +65,7 @@ def main() -> None:
     curves = []
     for arm in options.arms:
         runs = [found[arm, seed] for seed in range(options.seeds)]
-        points = _mean([_curve(run) for run in runs])
+        points = mean([curve(run) for run in runs])
         curves.append(Curve(arm, [(x, 100 * y) for x, y in points]))
         report.rows.append(_row(arm, runs))
     to_goal = {row["staleness"]: row["iterations to 60 %"] for row in report.rows}
@@ -105,11 +105,11 @@ def trained(arm: str, seed: int, scratch: Path, options: Any) -> Path:
     return scratch / "runs" / name
 
 
-def _curve(run: Path) -> list[tuple[float, float]]:
+def curve(run: Path) -> list[tuple[float, float]]:
     return [(float(each.iteration), each.metrics.get(_WINS, 0.0)) for each in evaluated(run)]
 
 
-def _mean(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+def mean(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
     return [
         (points[0][0], sum(y for _, y in points) / len(points))
         for points in zip(*curves, strict=True)
@@ -117,9 +117,9 @@ def _mean(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, 
 
 
 def _row(arm: str, runs: Sequence[Path]) -> Row:
-    points = _mean([_curve(run) for run in runs])
+    points = mean([curve(run) for run in runs])
     lines = [line for run in runs for line in read_lines(run / "metrics.jsonl")]
-    last = [100 * _curve(run)[-1][1] for run in runs]
+    last = [100 * curve(run)[-1][1] for run in runs]
     return {
         "staleness": arm,
         **{f"wins after {x:.0f} %": 100 * y for x, y in points if x % 10 == 0},
