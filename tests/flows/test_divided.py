@@ -169,37 +169,50 @@ def test_a_learner_that_is_killed_while_and_after_devices_move_goes_back_with_th
 
 
 TOO_LITTLE = """
-import asyncio
+import asyncio, os
+from pathlib import Path
 from earl_core.selector.choice import combination
 from flows.train import train
 
 asked = combination.lack_of_memory
 
 def lack(predictor, rows):
+    if predictor.given.iteration == 2:
+        Path(os.environ["EARL_FAULT_GATE"]).unlink(missing_ok=True)
     beside = predictor.division.placed.side_by_side and predictor.given.forbidden
     return "too little for both sides" if beside else asked(predictor, rows)
 
 combination.lack_of_memory = lack
 asyncio.run(train(config={config!r}, overrides={overrides!r}))
 """
-"""A machine whose memory holds both sides at a time until one has run out of it."""
+"""A machine whose memory holds both sides at a time until one has run out of it; what waits at the
+gate goes on once iteration 2 is laid out."""
 
 
 @pytest.mark.slow
 def test_an_update_that_fits_no_longer_beside_rollouts_takes_turns_with_them(
     runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:
-    """Devices do not change sides while later rollouts play; those end, and then they do. Then the
-    run goes back to a checkpoint from before that."""
+    """Devices do not change sides while later rollouts play; those end, and then they do, also for
+    an iteration ahead whose plan was sealed. Then the run goes back to a checkpoint from before
+    that."""
     small, often = "update.max_tokens_per_microbatch=1024", "checkpoint.every=2"
     settings = (*OVERLAPPED, small, often, selector(runs))
     profiled(runs, settings, STAYING)
     once(runs)
-    runs.environment["EARL_FAULT"] = "update.microbatch1@1=memory"
+    gate = runs.directory / "gate"
+    gate.touch()
+    runs.environment["EARL_FAULT_GATE"] = str(gate)
+    runs.environment["EARL_FAULT"] = "update.before@1=wait;update.microbatch1@1=memory"
     text = TOO_LITTLE.format(config=str(runs.config), overrides=list(settings))
     runs.script(text, warm.CONTROLLER)
     assert placement(runs, 0) == "separate"
     assert (placement(runs, 1), plan(runs, 1).attempt) == ("colocated", 1)
+    # The iteration ahead, whose update had a side of its own, has chosen once more, and knew why.
+    assert runs.executed("sealed").count((2, "select")) == 2
+    assert (placement(runs, 2), plan(runs, 2).attempt) == ("colocated", 0)
+    # So no device goes back to its old side.
+    assert not [x for x in runs.ledger() if x["event"].startswith("devices change sides")]
     assert placement(runs, 3) == "colocated"
     events = [line["event"] for line in runs.ledger() if line["iteration"] == 1]
     (anew,) = [event for event in events if event.startswith("the devices are divided anew")]
