@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 
 from earl_core.config import load_config
+from earl_core.config.selector import VARIABLE_FIELDS
 from earl_core.control.hardware import read_hardware
 from earl_core.control.machine_profile import profile_of
+from earl_core.deployment.placement import Division
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.checkpoints import HANDOFFS
 from earl_core.run.recovery import go_back
@@ -230,6 +233,34 @@ def test_an_update_that_fits_no_longer_beside_rollouts_takes_turns_with_them(
     assert_alike(runs, whole)
     assert runs.shared_memory() == []
     runs.wait_for_workers_to_end()
+
+
+@pytest.mark.slow
+def test_a_layout_that_was_chosen_has_the_bits_of_the_same_one_by_hand(runs: Runs) -> None:
+    """Rollout and update in turn, because the run file says so, and because the selector does."""
+    cores = read_hardware().cpu_cores
+    threads = f"rollout.threads={cores}", f"update.threads={cores}"
+    given = (*OVERLAPPED, *threads, "checkpoint.every=1")
+    live = (*given, selector(runs, fixed_fields=VARIABLE_FIELDS))
+    # Training has nearly no speed on fewer cores.
+    fewer = [f"update tp1 mb256 on{n}" for n in range(1, cores)]
+    whole = measured(f"update tp1 1x{cores}threads mb256", PLAYED, 1e6)
+    profiled(runs, live, (whole, *(measured(key, PLAYED, 1.0) for key in fewer)))
+    assert runs.train_here(
+        {"overrides": [*given, "selector.policy=fixed", "name=by_hand"]},
+        {"overrides": [*live, "stages.placement=colocated", "name=in_turn"]},
+        {"overrides": [*live]},
+    ) == [None] * 3
+    runs.assert_learnt()
+    for name, division in ("in_turn", None), ("run", Division()):
+        for k in range(4):
+            chosen, by_hand = plan(runs, k, name), plan(runs, k, "by_hand")
+            assert (chosen.policy, by_hand.policy) == ("live_tokens", "fixed")
+            assert (chosen.stages, chosen.division) == (by_hand.stages, division)
+            rollout = runs.run(name) / "iterations" / f"{k:06d}" / "rollout.json"
+            assert json.loads(rollout.read_text())["policy_version"] == max(0, k - 1)
+            assert runs.weights(k, name) == runs.weights(k, "by_hand")
+    assert runs.shared_memory() == []
 
 
 @pytest.mark.slow
