@@ -246,11 +246,14 @@ def test_a_layout_that_was_chosen_has_the_bits_of_the_same_one_by_hand(runs: Run
     fewer = [f"update tp1 mb256 on{n}" for n in range(1, cores)]
     whole = measured(f"update tp1 1x{cores}threads mb256", PLAYED, 1e6)
     profiled(runs, live, (whole, *(measured(key, PLAYED, 1.0) for key in fewer)))
-    assert runs.train_here(
-        {"overrides": [*given, "selector.policy=fixed", "name=by_hand"]},
-        {"overrides": [*live, "stages.placement=colocated", "name=in_turn"]},
-        {"overrides": [*live]},
-    ) == [None] * 3
+    assert (
+        runs.train_here(
+            {"overrides": [*given, "selector.policy=fixed", "name=by_hand"]},
+            {"overrides": [*live, "stages.placement=colocated", "name=in_turn"]},
+            {"overrides": [*live]},
+        )
+        == [None] * 3
+    )
     runs.assert_learnt()
     for name, division in ("in_turn", None), ("run", Division()):
         for k in range(4):
