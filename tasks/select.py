@@ -94,12 +94,15 @@ def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Deploymen
 
 def select_inputs(controller: RunController, iteration: int) -> list[str]:
     """List the inputs that the step's key covers beside its settings: how often it was made before,
-    and for how many hosts."""
+    for how many hosts, and where it runs ahead of iterations that divided the devices anew, because
+    of a side that a stage did not fit, when they did."""
     attempt = attempts_of(controller.observed.known_to(iteration), iteration)
     hosts = controller.hardware.hosts
+    anew = controller.observed.divided_anew(iteration)
     return [
         *([f"attempt {attempt}"] if attempt else []),
         *([f"hosts {hosts}"] if hosts > 1 else []),
+        *(f"divided anew in iteration {k}, attempt {at}" for k, at in sorted(anew.items())),
     ]
 
 

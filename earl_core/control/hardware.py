@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from earl_core.cluster.host import Cluster, Host, LocalCluster, local_hosts
 from earl_core.config import ConfigError, RunConfig
@@ -31,15 +30,15 @@ def hardware_of(hosts: Sequence[Host], fewest: int | None = None) -> Hardware:
     )
 
 
-_RDMA = Path("/sys/class/infiniband")
-
-
-def with_network(hardware: Hardware, fetch_bandwidth: float) -> Hardware:
-    """Enter the measured bandwidth of shards; 0: it was not measured. Collectives are as fast,
-    unless GPUs have a network beside TCP: then what is assumed of it stays."""
-    found = {"fetch_bandwidth": fetch_bandwidth}
-    if fetch_bandwidth and not (hardware.gpus and _RDMA.is_dir() and any(_RDMA.iterdir())):
-        found["network_bandwidth"] = fetch_bandwidth
+def with_network(hardware: Hardware, hosts: Sequence[Host], fetch_bandwidth: float) -> Hardware:
+    """Enter the measured bandwidth of shards between the hosts; 0: it was not measured. Collectives
+    are as fast, unless GPUs of several hosts have a network beside TCP: they have what it carries
+    by what its drivers say."""
+    found, beside = {"fetch_bandwidth": fetch_bandwidth}, 0.0
+    if hardware.gpus and len(hosts) > 1:
+        beside = min(host.resources.rdma_bandwidth for host in hosts)
+    if between := beside or fetch_bandwidth:
+        found["network_bandwidth"] = between
     return hardware.model_copy(update=found)
 
 

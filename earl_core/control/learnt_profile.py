@@ -134,10 +134,18 @@ class RunHistory:
             return [seen for seen in self._seen if seen.iteration <= iteration]
 
     def known_to(self, iteration: int, fresh: bool = False) -> list[Observation]:
-        """List the observations that the choice of an iteration goes by, oldest first: its own, and
-        those of the iterations that have ended when it begins. fresh: only those that this process
-        added."""
+        """List the observations that the choice of an iteration goes by, oldest first: its own,
+        those of the iterations that have ended when it begins, and those by which one between them
+        divided the devices anew. fresh: only those that this process added."""
         ended = iteration - 1 - self._run.config.schedule.staleness
+        own = {iteration, *self.divided_anew(iteration)}
         with self._lock:
             seen = self._seen[self._inherited if fresh else 0 :]
-        return [each for each in seen if each.iteration == iteration or each.iteration <= ended]
+        return [each for each in seen if each.iteration <= ended or each.iteration in own]
+
+    def divided_anew(self, iteration: int) -> dict[int, int]:
+        """Return the iterations that this one runs ahead of which divided the devices anew, and the
+        attempt of each at which it last did."""
+        first = max(0, iteration - self._run.config.schedule.staleness)
+        plans = {each: self._run.plan(each) for each in range(first, iteration)}
+        return {k: plan.divided_anew for k, plan in plans.items() if plan and plan.divided_anew}

@@ -38,7 +38,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     # A machine reports some pages more or less after each boot.
     sizes["memory_bytes"] = round(hardware.memory_bytes / 2**30)
     for name in ("network_bandwidth", "fetch_bandwidth"):
-        # Measured again by each run: what matters is its order.
+        # Of several hosts, and measured again by each run: what matters is its order.
         sizes[name] = round(math.log(max(1.0, sizes[name]), 4))
     others = [text for text in config.references if text != INITIAL]
     teachers = {"references": others} if others else {}

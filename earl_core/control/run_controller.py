@@ -131,7 +131,7 @@ class RunController:
         self._model = found.model
         peers = served(run, hosts, self._held)
         hardware = figures_for(run.config.selector, found.hardware, hosts)
-        self.hardware = with_network(hardware, fetch_bandwidth(run, peers))
+        self.hardware = with_network(hardware, hosts, fetch_bandwidth(run, peers))
         where, told = (run.config, run.path, run.logs, self.hardware), self.listener
         self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}

@@ -51,7 +51,8 @@ class DeploymentPlan(Settings):
     are dealt as configured.
     division: of the devices, where the selector chooses it, with a reason of its own under
     `placement`; None: the run file says it. A policy that the run file leaves to `auto` has one
-    under `policy`.
+    under `policy`. divided_anew: the attempt at which devices last changed sides within the
+    iteration, because a stage did not fit its side; 0: they did not.
     """
 
     iteration: int = Field(ge=0)
@@ -63,6 +64,7 @@ class DeploymentPlan(Settings):
     predictions: dict[str, StagePrediction] = Field(default_factory=dict)
     fetch_bandwidth: float = Field(default=0.0, ge=0)
     division: Division | None = None
+    divided_anew: int = Field(default=0, ge=0)
 
     def __getitem__(self, stage: str) -> StageDeployment:
         return self.stages[stage]

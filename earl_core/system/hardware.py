@@ -7,6 +7,7 @@ import os
 import platform
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class HostResources:
     pcie_bandwidth (bytes/s, one way): 0 where nobody asked, or nobody told. nvlink_gpus,
     pcie_peers: as in `Links`. gpu_capability: the least compute capability of all GPUs, such as
     8.6; 0: not told. processor: its name. bf16: its instructions for bf16; empty: it names none.
+    rdma_bandwidth: bytes/s, one way, of its network beside TCP; 0: it has none, or is a part.
     """
 
     cores: tuple[int, ...]
@@ -41,6 +43,7 @@ class HostResources:
     gpu_capability: float = 0.0
     processor: str = ""
     bf16: str = ""
+    rdma_bandwidth: float = 0.0
 
     def part(self, number: int, parts: int) -> HostResources:
         """One of equal parts."""
@@ -52,6 +55,7 @@ class HostResources:
             first_gpu=self.first_gpu + number * gpus,
             memory_bytes=self.memory_bytes // parts,
             nvlink_gpus=min(self.nvlink_gpus, gpus),
+            rdma_bandwidth=0.0,
         )
 
 
@@ -77,6 +81,7 @@ def read_resources() -> HostResources:
         gpu_capability=min((gpu.capability for gpu in gpus), default=0.0),
         processor=processor_name(),
         bf16=bf16_instructions(),
+        rdma_bandwidth=rdma_bandwidth(),
     )
 
 
@@ -121,6 +126,17 @@ def bf16_instructions(root: Path = Path("/")) -> str:
         return ""
     common = set.intersection(*flags)
     return next((name for flag, name in _INSTRUCTIONS.items() if flag in common), "")
+
+
+def rdma_bandwidth(root: Path = Path("/")) -> float:
+    """Return the bytes/s, one way, that the active ports of InfiniBand and RoCE devices carry
+    together by what their drivers say, such as `100 Gb/sec (4X EDR)`; 0: there are none."""
+    total = 0.0
+    for port in root.glob("sys/class/infiniband/*/ports/*"):
+        with suppress(OSError, ValueError, IndexError):
+            if "ACTIVE" in (port / "state").read_text().split():
+                total += float((port / "rate").read_text().split()[0]) * 1e9 / 8
+    return total
 
 
 def instruction_limit() -> str:

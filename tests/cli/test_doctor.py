@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from earl_core.cluster.host import local_hosts
-from earl_core.config import load_config
+from earl_core.config import RunConfig, load_config, parse_config
 from earl_core.control.hardware import read_hardware
+from earl_core.control.machine_profile import profile_of
 from earl_core.control.precision import decide
+from earl_core.control.selector_policy import settled
+from earl_core.deployment.shapes import Hardware
 from earl_core.dispatch.segments.pool_directory import write_mark
+from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.selector.model.devices import cluster
+from earl_core.selector.profile.profile_table import ProfilePoint, ProfileTable, write_table
 from earl_core.system.finding import Finding
 from flows.cli.checks import machine, packages
 from flows.cli.checks.configuration import check_configuration
@@ -22,6 +29,7 @@ from flows.cli.checks.shared_memory import check_shared_memory
 from flows.cli.doctor import examine
 from flows.cli.status import services
 from tests.cli.conftest import CONFIG, Earl
+from tests.cli.test_model_files import write_model
 from tests.nvml import ERRORS, H100, Machine, install
 
 
@@ -35,6 +43,7 @@ def test_a_machine_that_is_fine(fresh_earl: Earl) -> None:
         "HF_HUB_OFFLINE",
         "is made at the",
         ": `auto` is",
+        "selector.policy fixed: ",
     ):
         assert words in shown.stdout
     assert "0 findings block a run" in shown.stdout
@@ -72,6 +81,48 @@ def test_the_precision_of_a_run_file_is_shown(tmp_path: Path) -> None:
     slow = [each for each, level in found.items() if "rollout.dtype is bf16" in each]
     assert len(slow) == (here.precision == "fp32")
     assert all(here.why in each for each in slow)
+
+
+def test_who_lays_a_run_out_is_said_in_the_words_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cores are chosen for once engines on them were measured, GPUs once the model is here."""
+    here = Hardware(cpu_cores=4, memory_bytes=64 * 2**30)
+    monkeypatch.setattr("flows.cli.checks.configuration.expected_hardware", lambda given: here)
+    settings = load_config(CONFIG).model_dump(mode="json")
+    settings |= {"runs_directory": str(tmp_path), "evaluation": {}}
+    settings["model"] = {"path": str(tmp_path / "model")}
+    settings["selector"] = {"profile_directory": str(tmp_path / "profiles")}
+    settings["rollout"]["threads"] = settings["update"]["threads"] = 0
+    config = parse_config(settings)
+    write_model(tmp_path / "model", ("model.safetensors", "tokenizer.json"))
+
+    def said(given: RunConfig = config) -> list[str]:
+        found = check_configuration(given)
+        return [each.text for each in found if each.text.startswith("selector.policy")]
+
+    unknown = "selector.policy fixed: engines on these cores were not measured (earl profile)"
+    assert said() == [unknown]
+    model = read_model_shape(tmp_path / "model")
+    place = {"context": 42.0, "requests": 32.0, "tokens_per_second": 5000.0}
+    keys = "rollout tp1 1x4threads", "rollout tp1 2x2threads"
+    directory, mark, _ = profile_of(config, here, model)
+    points = tuple(ProfilePoint(key=key, **place) for key in keys)
+    write_table(directory, mark, ProfileTable(points=points))
+    told: list[str] = []
+    settled(config, here, model).tell(told.append)
+    assert said() == told
+    assert told == ["selector.policy live_tokens: there are 4 cores to lay the stages out on"]
+    # Who names a policy is told nothing, and what cannot start has none.
+    named = config.selector.model_copy(update={"policy": "live_tokens"})
+    assert said(config.model_copy(update={"selector": named})) == []
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    assert said() == []
+    shutil.rmtree(tmp_path / "model")
+    here = cluster("h100-80gb", 1, 8)
+    settings["model"] = {"path": str(tmp_path / "model"), "builder": "earl_core.models.tiny:build"}
+    later = "selector.policy is chosen at the start, once the model is here"
+    assert said(parse_config(settings)) == [later]
 
 
 def test_libraries_that_break_vllm_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

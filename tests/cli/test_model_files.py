@@ -27,13 +27,18 @@ CONTENTS = {".safetensors": (2).to_bytes(8, "little") + b"{}"}
 """Of no tensors."""
 
 
-def configured(model: Path, files: tuple[str, ...], engine: str = "torch") -> RunConfig:
+def write_model(model: Path, files: tuple[str, ...]) -> None:
+    """A directory of a model's shape with these files."""
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPE))
     for name in files:
         (model / name).write_bytes(CONTENTS.get(Path(name).suffix, b"x"))
         if name.endswith("index.json"):
             (model / name).write_text(json.dumps(INDEX))
+
+
+def configured(model: Path, files: tuple[str, ...], engine: str = "torch") -> RunConfig:
+    write_model(model, files)
     overrides = [f"model.path={model}", f"rollout.engine={engine}"]
     return load_config(CONFIG, [*overrides, f"runs_directory={model.parent}"])
 

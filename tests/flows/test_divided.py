@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 
 from earl_core.config import load_config
+from earl_core.config.selector import VARIABLE_FIELDS
 from earl_core.control.hardware import read_hardware
 from earl_core.control.machine_profile import profile_of
+from earl_core.deployment.placement import Division
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.run.checkpoints import HANDOFFS
 from earl_core.run.recovery import go_back
@@ -169,37 +172,50 @@ def test_a_learner_that_is_killed_while_and_after_devices_move_goes_back_with_th
 
 
 TOO_LITTLE = """
-import asyncio
+import asyncio, os
+from pathlib import Path
 from earl_core.selector.choice import combination
 from flows.train import train
 
 asked = combination.lack_of_memory
 
 def lack(predictor, rows):
+    if predictor.given.iteration == 2:
+        Path(os.environ["EARL_FAULT_GATE"]).unlink(missing_ok=True)
     beside = predictor.division.placed.side_by_side and predictor.given.forbidden
     return "too little for both sides" if beside else asked(predictor, rows)
 
 combination.lack_of_memory = lack
 asyncio.run(train(config={config!r}, overrides={overrides!r}))
 """
-"""A machine whose memory holds both sides at a time until one has run out of it."""
+"""A machine whose memory holds both sides at a time until one has run out of it; what waits at the
+gate goes on once iteration 2 is laid out."""
 
 
 @pytest.mark.slow
 def test_an_update_that_fits_no_longer_beside_rollouts_takes_turns_with_them(
     runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:
-    """Devices do not change sides while later rollouts play; those end, and then they do. Then the
-    run goes back to a checkpoint from before that."""
+    """Devices do not change sides while later rollouts play; those end, and then they do, also for
+    an iteration ahead whose plan was sealed. Then the run goes back to a checkpoint from before
+    that."""
     small, often = "update.max_tokens_per_microbatch=1024", "checkpoint.every=2"
     settings = (*OVERLAPPED, small, often, selector(runs))
     profiled(runs, settings, STAYING)
     once(runs)
-    runs.environment["EARL_FAULT"] = "update.microbatch1@1=memory"
+    gate = runs.directory / "gate"
+    gate.touch()
+    runs.environment["EARL_FAULT_GATE"] = str(gate)
+    runs.environment["EARL_FAULT"] = "update.before@1=wait;update.microbatch1@1=memory"
     text = TOO_LITTLE.format(config=str(runs.config), overrides=list(settings))
     runs.script(text, warm.CONTROLLER)
     assert placement(runs, 0) == "separate"
     assert (placement(runs, 1), plan(runs, 1).attempt) == ("colocated", 1)
+    # The iteration ahead, whose update had a side of its own, has chosen once more, and knew why.
+    assert runs.executed("sealed").count((2, "select")) == 2
+    assert (placement(runs, 2), plan(runs, 2).attempt) == ("colocated", 0)
+    # So no device goes back to its old side.
+    assert not [x for x in runs.ledger() if x["event"].startswith("devices change sides")]
     assert placement(runs, 3) == "colocated"
     events = [line["event"] for line in runs.ledger() if line["iteration"] == 1]
     (anew,) = [event for event in events if event.startswith("the devices are divided anew")]
@@ -217,6 +233,37 @@ def test_an_update_that_fits_no_longer_beside_rollouts_takes_turns_with_them(
     assert_alike(runs, whole)
     assert runs.shared_memory() == []
     runs.wait_for_workers_to_end()
+
+
+@pytest.mark.slow
+def test_a_layout_that_was_chosen_has_the_bits_of_the_same_one_by_hand(runs: Runs) -> None:
+    """Rollout and update in turn, because the run file says so, and because the selector does."""
+    cores = read_hardware().cpu_cores
+    threads = f"rollout.threads={cores}", f"update.threads={cores}"
+    given = (*OVERLAPPED, *threads, "checkpoint.every=1")
+    live = (*given, selector(runs, fixed_fields=VARIABLE_FIELDS))
+    # Training has nearly no speed on fewer cores.
+    fewer = [f"update tp1 mb256 on{n}" for n in range(1, cores)]
+    whole = measured(f"update tp1 1x{cores}threads mb256", PLAYED, 1e6)
+    profiled(runs, live, (whole, *(measured(key, PLAYED, 1.0) for key in fewer)))
+    assert (
+        runs.train_here(
+            {"overrides": [*given, "selector.policy=fixed", "name=by_hand"]},
+            {"overrides": [*live, "stages.placement=colocated", "name=in_turn"]},
+            {"overrides": [*live]},
+        )
+        == [None] * 3
+    )
+    runs.assert_learnt()
+    for name, division in ("in_turn", None), ("run", Division()):
+        for k in range(4):
+            chosen, by_hand = plan(runs, k, name), plan(runs, k, "by_hand")
+            assert (chosen.policy, by_hand.policy) == ("live_tokens", "fixed")
+            assert (chosen.stages, chosen.division) == (by_hand.stages, division)
+            rollout = runs.run(name) / "iterations" / f"{k:06d}" / "rollout.json"
+            assert json.loads(rollout.read_text())["policy_version"] == max(0, k - 1)
+            assert runs.weights(k, name) == runs.weights(k, "by_hand")
+    assert runs.shared_memory() == []
 
 
 @pytest.mark.slow

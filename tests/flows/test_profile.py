@@ -7,14 +7,17 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from earl_core.cluster.errors import Raised, Where, WorkerCallFailed, WorkerLost
+from earl_core.cluster.host import LocalHost
 from earl_core.config import parse_config
 from earl_core.control.failure_diagnosis import diagnose
+from earl_core.control.hardware import hardware_of, with_network
 from earl_core.control.machine_profile import fingerprint_of, profile_of
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.rollout.errors import EngineLost
@@ -24,6 +27,7 @@ from earl_core.selector.profile.profile_table import (
     read_table,
     write_table,
 )
+from earl_core.system.hardware import HostResources
 from earl_core.system.memory import OutOfMemory
 from tests import warm
 from tests.flows.runs import REPOSITORY, Process, Runs
@@ -169,14 +173,41 @@ def config_of(directory: Path, **update: object) -> dict[str, object]:
     }
 
 
-def test_a_profile_belongs_to_model_hardware_and_what_is_computed(tmp_path: Path) -> None:
-    config = parse_config(config_of(tmp_path))
-    hardware = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
+def tiny_shape() -> ModelShape:
     raw = json.loads(
         '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, '
         '"num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 512}'
     )
-    model = ModelShape.from_config(raw)
+    return ModelShape.from_config(raw)
+
+
+def test_a_profile_of_a_fast_network_is_not_taken_for_a_slow_one(tmp_path: Path) -> None:
+    config, model = parse_config(config_of(tmp_path)), tiny_shape()
+
+    def mark(*beside: float, gpus: int = 0, measured: float = 0.0) -> str:
+        """Of hosts whose ports beside TCP carry so many bytes/s."""
+        one = HostResources((0, 1), gpus, memory_bytes=2**33)
+        hosts = [LocalHost(resources=replace(one, rdma_bandwidth=each)) for each in beside]
+        return fingerprint_of(config, with_network(hardware_of(hosts), hosts, measured), model)
+
+    # One host is the same machine whatever it could send to others.
+    for gpus in (0, 1):
+        assert mark(0.0, gpus=gpus) == mark(100e9, gpus=gpus)
+    gigabit, other_gigabit, ten = (mark(0.0, 0.0, measured=rate) for rate in (110e6, 118e6, 1.2e9))
+    assert gigabit == other_gigabit != ten
+    # Cores send by TCP, as what was measured.
+    assert mark(100e9, 100e9, measured=110e6) == gigabit
+    # The collectives of GPUs go by the ports, of the host that has least.
+    gpus = {"gpus": 1, "measured": 3e9}
+    slow, fast, tcp = (mark(100e9, rate, **gpus) for rate in (12.5e9, 100e9, 0.0))
+    assert len({slow, fast, tcp}) == 3
+    assert slow == mark(12.5e9, 12.5e9, **gpus)
+
+
+def test_a_profile_belongs_to_model_hardware_and_what_is_computed(tmp_path: Path) -> None:
+    config = parse_config(config_of(tmp_path))
+    hardware = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
+    model = tiny_shape()
     directory, mark, table = profile_of(config, hardware, model)
     assert directory == tmp_path / "profiles"
     assert table == ProfileTable()

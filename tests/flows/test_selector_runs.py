@@ -47,8 +47,8 @@ def selector(runs: Runs, **settings: Any) -> str:
     return f"selector={json.dumps({**chosen, **settings})}"
 
 
-def plan(runs: Runs, iteration: int) -> DeploymentPlan:
-    path = runs.run() / "iterations" / f"{iteration:06d}" / "select.json"
+def plan(runs: Runs, iteration: int, name: str = "run") -> DeploymentPlan:
+    path = runs.run(name) / "iterations" / f"{iteration:06d}" / "select.json"
     return DeploymentPlan.model_validate(json.loads(path.read_text())["outputs"]["plan"])
 
 

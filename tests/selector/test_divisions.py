@@ -170,6 +170,19 @@ def test_devices_change_sides_for_more_than_noise_only() -> None:
     assert division(select(ahead)) == division(start)
 
 
+def test_a_plan_says_at_which_attempt_its_iteration_divided_the_devices_anew() -> None:
+    apart = select(stale(2048.0, 20000.0, episodes=128))
+    bound = {"share": 0.01, "episodes": 1024}
+    # From one iteration to the next nothing has failed.
+    later = select(stale(4096.0, **bound, iteration=6, current=apart))
+    assert (division(later), later.divided_anew) == (COLOCATED, 0)
+    anew = select(stale(4096.0, **bound, attempt=1, current=apart))
+    assert (division(anew), anew.attempt, anew.divided_anew) == (COLOCATED, 1, 1)
+    # Another failure leaves the sides as they are; what runs ahead keeps what it chose since.
+    again = select(stale(4096.0, **bound, attempt=2, current=anew))
+    assert (division(again), again.attempt, again.divided_anew) == (COLOCATED, 2, 1)
+
+
 def test_a_placement_that_the_run_file_names_is_kept() -> None:
     bound, tailed = stale(4096.0, share=0.01, episodes=1024), stale(2048.0, 20000.0)
     apart = bound.model_copy(update={"stages": StagesConfig(placement="separate")})

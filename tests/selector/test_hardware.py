@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from earl_core.system.control_groups import processor_limit
+from earl_core.system.hardware import rdma_bandwidth
 from earl_core.system.memory import memory_in_use, memory_limit
 from tests.cgroup import memory_cgroup, processor_cgroup
 
@@ -114,6 +115,24 @@ def test_the_least_share_of_the_cores_counts(
     root = machine(tmp_path / "1", "3:cpu,cpuacct:/jobs/own\n4:memory:/\n", line, files)
     assert processor_limit(root) == limit
     assert processor_limit(tmp_path / "nowhere") is None
+
+
+def test_ports_beside_tcp_carry_what_their_drivers_say(tmp_path: Path) -> None:
+    ports = {
+        "mlx5_0/ports/1": ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        "mlx5_1/ports/1": ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        "mlx5_1/ports/2": ("1: DOWN", "40 Gb/sec (4X QDR)"),
+        "rxe0/ports/1": ("4: ACTIVE", "2.5 Gb/sec (1X SDR)"),
+        "odd/ports/1": ("4: ACTIVE", ""),
+    }
+    assert rdma_bandwidth(tmp_path) == 0
+    names = "state", "rate"
+    files = {
+        f"sys/class/infiniband/{place}/{name}": f"{text}\n"
+        for place, texts in ports.items()
+        for name, text in zip(names, texts, strict=True)
+    }
+    assert rdma_bandwidth(machine(tmp_path, "", "", files)) == pytest.approx(802.5e9 / 8)
 
 
 _INSIDE = """

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from earl_core.control.learnt_profile import LearntProfile
+from earl_core.control.learnt_profile import LearntProfile, RunHistory
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.profile.observations import Observation
@@ -104,3 +105,34 @@ def test_a_choice_goes_by_the_iterations_that_it_knows_only(tmp_path: Path) -> N
     every = profile.table(later, HOST, later)
     assert every == learnt(Run(), tmp_path / "other").table(later, HOST) != first
     assert profile.table(later, HOST, early) == first
+
+
+def test_what_divided_the_devices_anew_is_known_to_those_that_run_ahead() -> None:
+    """Staleness 2: the choice of iteration 6 begins when iteration 3 has ended."""
+    plans = {4: 0, 5: 1}
+
+    def plan(iteration: int) -> DeploymentPlan | None:
+        anew = plans.get(iteration)
+        if anew is None:
+            return None
+        return DeploymentPlan(iteration=iteration, stages={}, reasons={}, divided_anew=anew)
+
+    run: Any = SimpleNamespace(
+        observations=SimpleNamespace(
+            read=lambda: [seen(each).model_dump(mode="json") for each in range(8)]
+        ),
+        config=SimpleNamespace(schedule=SimpleNamespace(staleness=2)),
+        plan=plan,
+    )
+    history = RunHistory(run)
+
+    def known(iteration: int) -> list[int]:
+        return [each.iteration for each in history.known_to(iteration)]
+
+    assert history.divided_anew(6) == {5: 1}
+    assert known(6) == [0, 1, 2, 3, 5, 6]
+    # Its own choice, and those for which it has ended, go by what they went by before.
+    assert history.divided_anew(5) == {}
+    assert known(5) == [0, 1, 2, 5]
+    assert history.divided_anew(8) == {}
+    assert known(8) == [0, 1, 2, 3, 4, 5]

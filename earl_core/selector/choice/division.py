@@ -44,6 +44,14 @@ def running_division(given: SelectionInput) -> Division | None:
     return given.current.division or given.stages.division
 
 
+def divided_anew(given: SelectionInput, chosen: Division) -> int:
+    """The attempt at which devices last changed sides within the iteration; 0: they did not."""
+    before = given.current
+    if not given.divides or before is None or before.iteration < given.iteration:
+        return 0
+    return before.divided_anew if running_division(given) == chosen else given.attempt
+
+
 def iteration_seconds(predictor: Predictor, rows: Combination, staleness: int = 0) -> float:
     """Seconds of an iteration, one after another. staleness: versions that a rollout's may be older
     than the newest, if not the run's.

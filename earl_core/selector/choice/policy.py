@@ -17,6 +17,7 @@ from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import SELECTABLE
 from earl_core.selector.choice.changes import reason_of, tokens
 from earl_core.selector.choice.combination import division_reason, near, ways
+from earl_core.selector.choice.division import divided_anew
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.prediction import NoFeasiblePlan, Prediction
 from earl_core.selector.choice.search_space import offers, with_fitting_microbatch
@@ -150,6 +151,7 @@ def live_tokens(given: SelectionInput) -> DeploymentPlan:
         "basis": basis,
         "fetch_bandwidth": given.hardware.fetch_bandwidth,
         "division": predictor.division if given.divides else None,
+        "divided_anew": divided_anew(given, predictor.division),
     }
     return _with_predictions(resting.model_copy(update=changes), predictor)
 

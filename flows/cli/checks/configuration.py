@@ -19,7 +19,9 @@ from earl_core.config.gateway import check_gateway
 from earl_core.control.ancestor import beginning
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
-from earl_core.control.teachers import check_teachers, find_teachers
+from earl_core.control.selector_policy import settled
+from earl_core.control.teachers import check_teachers, find_teachers, reference_shapes
+from earl_core.deployment.shapes import ModelShape
 from earl_core.environments.hosting.check import check_environments
 from earl_core.pretrained.adapter_checks import check_first_pairs
 from earl_core.pretrained.model_directory import read_model_shape
@@ -34,17 +36,24 @@ from tasks.tracking.mlflow_client import default_database
 
 
 def check_configuration(config: RunConfig) -> Iterator[Finding]:
-    """Everything that the run would refuse at its start, and the shape of the model."""
+    """Everything that the run would refuse at its start, the shape of the model, and the policy."""
     yield Finding("good", f"{config.name}: {plural(config.iterations, 'iteration')}")
     try:
-        config = beginning(config)
+        begins = beginning(config)
     except EarlError as error:
         yield refused(error)
         return
+    fits = True
     for part in (places, references, gateway, model, teachers, stages, environment):
         try:
-            yield from part(config)
+            yield from part(begins)
         except ConfigError as error:
+            fits = False
+            yield refused(error)
+    if fits:
+        try:
+            yield from policy(config, begins)
+        except EarlError as error:
             yield refused(error)
     run = Path(config.runs_directory) / config.name
     if is_locked(run):
@@ -61,6 +70,23 @@ def precision(config: RunConfig, run: Path) -> tuple[RunConfig, list[Finding]]:
     said = [Finding("note", text) for text in found.said]
     advice = "name another, or leave it to `auto`"
     return found.config, said + [Finding("warning", text, advice) for text in found.warnings]
+
+
+def policy(config: RunConfig, begins: RunConfig) -> Iterator[Finding]:
+    """Say what `auto` is here for `selector.policy`, or was when the run began, and why, in the
+    words of the start. The precision is settled. begins: with the model that it begins with."""
+    if config.cluster.backend != "local":
+        return  # only its hosts know
+    shape, teachers = None, tuple[ModelShape, ...]()
+    if (Path(begins.model.path) / "config.json").is_file():
+        shape = read_model_shape(Path(begins.initial_model.path))
+        teachers = reference_shapes(begins, find_teachers(begins))
+    found = settled(config, expected_hardware(config), shape, teachers)
+    if found.config.selector.policy == "auto":
+        yield Finding("note", "selector.policy is chosen at the start, once the model is here")
+    said: list[str] = []
+    found.tell(said.append)
+    yield from (Finding("note", text) for text in said)
 
 
 def places(config: RunConfig) -> Iterator[Finding]:
