@@ -110,7 +110,7 @@ def test_a_reward_function_is_called_before_work(data: str, function: str, probl
     )
     told = pytest.raises(ConfigError, match=problem) if problem else nullcontext()
     with told:
-        assert asyncio.run(check_environments(config)) == []
+        assert asyncio.run(check_environments(config)).notes == []
 
 
 def test_reward_functions_must_return_numbers(data: str) -> None:
