@@ -1,4 +1,4 @@
-"""Settings of the sections `algorithm` and `rollout` that cannot work together."""
+"""Settings of a run file that cannot work together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.rollout import RolloutConfig
+from earl_core.config.update import UpdateConfig
 
 
 def check_algorithm(algorithm: AlgorithmConfig, group_size: int, charged: bool) -> bool:
@@ -74,6 +75,23 @@ def check_groups(
         )
 
 
+def check_curriculum(environments: int, group_size: int) -> None:
+    """Raise `ValueError` where the curriculum of a mixture has nothing to divide or compare."""
+    if environments < 2 or group_size < 2:
+        raise ValueError(
+            "curriculum divides the prompts among several environments by how the episodes of a "
+            "group differ: give two environments or more and a group_size of at least 2, or leave "
+            "it out; that of the rows of a data set is environment.curriculum"
+        )
+
+
+def check_labels(what: str, labels: Sequence[str]) -> None:
+    """Raise `ValueError` for a label that stands twice among these. what: the section's name."""
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ValueError(f"{what} have the label {twice[0]!r} twice: give each its own")
+
+
 def check_deal(rollout: RolloutConfig, kept: int | str) -> None:
     """Raise `ValueError` where prompts are dealt by past episodes that are not kept. kept:
     `tracking.keep_episodes`."""
@@ -98,6 +116,21 @@ def check_drafts(rollout: RolloutConfig, deterministic: bool) -> None:
             "update.deterministic asks for the same bits, but with rollout.drafts log-probs are "
             "the same to rounding only, because an engine drafts by what it remembers and by the "
             "clock: leave one of them out"
+        )
+
+
+def check_sizes(rollout: RolloutConfig, update: UpdateConfig) -> None:
+    """Raise `ValueError` for batches of the update that what was played cannot fill."""
+    turn, microbatch = rollout.max_tokens_per_turn, update.max_tokens_per_microbatch
+    if turn is not None and microbatch is not None and turn > microbatch:
+        raise ValueError(
+            f"update.max_tokens_per_microbatch ({microbatch}) is smaller than "
+            f"rollout.max_tokens_per_turn ({turn}): raise the first, or leave it out"
+        )
+    if update.minibatches > rollout.prompts_per_iteration:
+        raise ValueError(
+            f"update.minibatches ({update.minibatches}) exceeds rollout.prompts_per_iteration "
+            f"({rollout.prompts_per_iteration}): each minibatch needs a prompt of its own"
         )
 
 

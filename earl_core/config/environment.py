@@ -68,6 +68,28 @@ class McpConfig(Settings):
         return self
 
 
+class RowCurriculumConfig(Settings):
+    """Rows are drawn whose groups are likely to differ, by Thompson sampling.
+
+    Of each row the run keeps what its last groups say of the policy's success, a Beta posterior.
+    For each iteration a success is drawn from the posterior of every row, and those rows are played
+    whose draws are nearest to a half, where rewards that are 0 or 1 vary most.
+    """
+
+    passing_reward: float = Field(
+        default=1.0,
+        description="Least reward of an episode, scores of reward functions included, that counts "
+        "as a success.",
+    )
+    memory: float = Field(
+        default=0.98,
+        ge=0,
+        lt=1,
+        description="Decay of what is known of a row in each iteration, because the policy "
+        "changes; 0: the last iteration alone counts.",
+    )
+
+
 class EnvironmentConfig(Settings):
     """A game or tool environment, or an agent, and how its failures are handled."""
 
@@ -119,6 +141,11 @@ class EnvironmentConfig(Settings):
         gt=0,
         description="Time limit of a tool call that is a coroutine or goes to an MCP server; "
         "then it is ended and the model told. A plain function has the time limit of a step.",
+    )
+    curriculum: RowCurriculumConfig | None = Field(
+        default=None,
+        description="Rule by which the rows of a data set are chosen; None: one after the other, "
+        "again and again. For environments that say how many prompts they have.",
     )
     hosts: int = Field(
         default=1,
@@ -192,7 +219,8 @@ class EnvironmentConfig(Settings):
         """The environment as held-out episodes are played, which nobody is trained on. options:
         in place of its own."""
         changed = {**self.options, **options}
-        return self.model_copy(update={"options": changed, "train": "policy"})
+        own = {"options": changed, "train": "policy", "curriculum": None}
+        return self.model_copy(update=own)
 
     @property
     def played(self) -> str:
@@ -308,6 +336,11 @@ class SuiteConfig(EnvironmentConfig):
             raise ValueError(
                 f"the suite {self.label} has train `all`, and held-out episodes train nobody: "
                 "leave it out"
+            )
+        if self.curriculum is not None:
+            raise ValueError(
+                f"the suite {self.label} has a curriculum, and held-out prompts are the same in "
+                "each evaluation: leave it out"
             )
         if self.gate and self.every > 1:
             raise ValueError(

@@ -15,12 +15,20 @@ from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
 from earl_core.config.combinations import (
     check_algorithm,
+    check_curriculum,
     check_deal,
     check_drafts,
     check_groups,
+    check_labels,
+    check_sizes,
     check_stream,
 )
-from earl_core.config.environment import CurriculumConfig, EnvironmentConfig, MixedEnvironment
+from earl_core.config.environment import (
+    CurriculumConfig,
+    EnvironmentConfig,
+    MixedEnvironment,
+    RowCurriculumConfig,
+)
 from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
@@ -184,19 +192,10 @@ class RunConfig(Settings):
             raise ValueError(
                 "evaluation.options are for one environment: give evaluation.suites instead"
             )
-        if self.curriculum and (len(self.environments) < 2 or self.rollout.group_size < 2):
-            raise ValueError(
-                "curriculum divides the prompts among several environments by how the episodes of "
-                "a group differ: give two environments or more and a group_size of at least 2, or "
-                "leave it out"
-            )
-        for what, titles in (
-            ("environments", [each.title for each in self.environments]),
-            ("evaluation.suites", [each.label for each in self.evaluation.suites]),
-        ):
-            twice = sorted({title for title in titles if titles.count(title) > 1})
-            if twice:
-                raise ValueError(f"{what} have the label {twice[0]!r} twice: give each its own")
+        if self.curriculum is not None:
+            check_curriculum(len(self.environments), self.rollout.group_size)
+        check_labels("environments", [each.title for each in self.environments])
+        check_labels("evaluation.suites", [each.label for each in self.evaluation.suites])
         self.reward.check_environments(
             {
                 label: self.own_weight(label) != 0
@@ -223,18 +222,7 @@ class RunConfig(Settings):
                 f"update.zero_advantage is `skip`, but {problem}, which gives samples without an "
                 "advantage a gradient: set it to `compute`, or leave it out"
             )
-        turn, microbatch = rollout.max_tokens_per_turn, update.max_tokens_per_microbatch
-        if turn is not None and microbatch is not None and turn > microbatch:
-            raise ValueError(
-                f"update.max_tokens_per_microbatch ({microbatch}) is smaller than "
-                f"rollout.max_tokens_per_turn ({turn}): raise the first, or leave it out"
-            )
-        if update.minibatches > rollout.prompts_per_iteration:
-            raise ValueError(
-                f"update.minibatches ({update.minibatches}) exceeds "
-                f"rollout.prompts_per_iteration ({rollout.prompts_per_iteration}): each minibatch "
-                "needs a prompt of its own"
-            )
+        check_sizes(rollout, update)
         charged = any(self.penalty(label).coefficient for label in self.played)
         corrected = check_algorithm(self.algorithm, rollout.group_size, charged)
         weights = {label: self.own_weight(label) for label in self.played}
@@ -319,6 +307,17 @@ class RunConfig(Settings):
     def mixture(self) -> dict[str, MixedEnvironment]:
         """Several environments by label; empty where there is one."""
         return {each.title: each for each in self.environments}
+
+    @property
+    def row_curricula(self) -> dict[str, RowCurriculumConfig]:
+        """Rules that choose rows, by the labels of the environments that have one."""
+        rules = {label: each.curriculum for label, each in self.played.items()}
+        return {label: rule for label, rule in rules.items() if rule is not None}
+
+    @property
+    def draws_by_returns(self) -> bool:
+        """True when the prompts of an iteration depend on what earlier ones have returned."""
+        return self.curriculum is not None or bool(self.row_curricula)
 
     @property
     def evaluated(self) -> Mapping[str, EnvironmentConfig]:

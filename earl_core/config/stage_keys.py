@@ -51,9 +51,10 @@ _LATER = {
 """Settings that are in no key while they have their default: keys of runs that were begun before
 the setting existed stay as they are."""
 
-_LEARNT = ("kl", "reward_weight")
-"""Settings of environments that decide what is learnt from episodes, not what is played. As
-`environments.kl` they are a list, in no key while none is set."""
+_LEARNT = ("kl", "reward_weight", "curriculum")
+"""Settings of environments that decide what is learnt from episodes, or which prompts are played,
+and not what is played of a prompt. As `environments.kl` they are a list, in no key while none is
+set."""
 
 
 def stage_key(
@@ -78,7 +79,7 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
             # As it was before there was a choice.
             del played["train"]
     for suite in suites:
-        del suite["gate"]
+        del suite["gate"], suite["curriculum"]
     if functions := whole.get("reward", {}).get("functions"):
         whole["reward"]["functions"] = _asked(functions, stage)
     # An address decides nothing that is played.
@@ -96,6 +97,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         f"environments.{key}": [each.pop(key) for each in whole.get("environments", ())]
         for key in _LEARNT
     }
+    alone = (each for each in [whole.get("environment")] if each)
+    learnt["environment.curriculum"] = [each.pop("curriculum") for each in alone]
     found: dict[str, Any] = {}
     for name in names:
         if any(value is not None for value in learnt.get(name, ())):

@@ -21,6 +21,7 @@ from earl_core.control.failure_diagnosis import loss_of
 from earl_core.control.group_admission import admitted
 from earl_core.control.group_draws import GroupDraws
 from earl_core.control.interrupted_groups import InterruptedGroups
+from earl_core.control.row_draws import RowDraws
 from earl_core.control.streamed_engine import StreamedEngine
 from earl_core.control.worker_groups import Progress, WorkerGroups
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -51,7 +52,9 @@ class GroupStream:
     """The stream of one run. `_changed` guards what threads share; each thread calls its own
     engines."""
 
-    def __init__(self, run: RunDirectory, groups: WorkerGroups, tell: Progress) -> None:
+    def __init__(
+        self, run: RunDirectory, groups: WorkerGroups, tell: Progress, rows: RowDraws
+    ) -> None:
         self._run, self._config = run, run.config
         self._groups, self._tell = groups, tell
         self._batches = GroupBatches(run)
@@ -63,7 +66,7 @@ class GroupStream:
         self._iteration, self._until, self._goes_ahead = 0, 0, False
         self._deployment: StageDeployment | None = None
         self._newest: Manifest | None = None
-        self._draws = GroupDraws(run)
+        self._draws = GroupDraws(run, rows)
         self._interrupted = InterruptedGroups(run, self._batches)
         rollout = run.config.rollout
         self._tally = BatchTally(rollout.prompts_per_iteration * rollout.group_size)
@@ -366,6 +369,7 @@ class GroupStream:
                 "groups_carried": float(carried_over),
                 "groups_anew": float(anew),
                 "groups_resumed": float(resumed),
+                **self._draws.metrics(iteration),
                 **replay_metrics(self._config, again, iteration, episodes, own),
             },
         }

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from earl_core.cluster.errors import WorkerError
 from earl_core.cluster.host import Cluster, Host
@@ -36,16 +36,20 @@ from earl_core.system.shared_memory import SMALL_BYTES, enlarge
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 class Preflight(NamedTuple):
     """The findings of a start. hardware: the part that all hosts have alike, before anything is
-    measured. model: None where it has yet to be made."""
+    measured. model: None where it has yet to be made. prompt_counts: as of
+    `environments.hosting.check.Found`."""
 
     hosts: Sequence[Host]
     hardware: Hardware
     model: ModelShape | None
     precision: Resolved
     policy: Settled
+    prompt_counts: Mapping[str, int]
 
 
 def preflight(
@@ -78,11 +82,11 @@ def preflight(
         check_teachers(config, Path(begins.model.path), teachers)
     else:
         check_devices(config, hardware)
-    surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
+    counts = surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
     precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
     references = () if model is None else reference_shapes(begins, teachers)
     policy = settled(precision.config, hardware, model, references, hosts)
-    return Preflight(hosts, hardware, model, precision, policy)
+    return Preflight(hosts, hardware, model, precision, policy, counts)
 
 
 def warn_of_turns(config: RunConfig) -> None:
@@ -123,20 +127,21 @@ def check_shared_memory(config: RunConfig, stores: HostStores) -> None:
 
 
 def surely(
-    work: Callable[[], object], repeats: int, stopping: Callable[[], bool] = lambda: False
-) -> None:
+    work: Callable[[], Result], repeats: int, stopping: Callable[[], bool] = lambda: False
+) -> Result:
     """Do what comes before the first stage; again when its ranks are lost."""
-    for left in reversed(range(repeats + 1)):
+    tried = 0
+    while True:
         try:
-            work()
-            return
+            return work()
         except WorkerError as error:
-            if not left or not is_loss(error) or stopping():
+            if tried == repeats or not is_loss(error) or stopping():
                 raise
             logger.warning("tried again: %s: %s", error.where.sentence(), error.reason)
+        tried += 1
 
 
-def _check_environments(config: RunConfig, hardware: Hardware) -> None:
+def _check_environments(config: RunConfig, hardware: Hardware) -> dict[str, int]:
     logs = Path(tempfile.mkdtemp(prefix="earl-environment-"))
     groups = WorkerGroups(config, logs, logs, hardware)
     told = True
@@ -144,6 +149,8 @@ def _check_environments(config: RunConfig, hardware: Hardware) -> None:
         (found,) = groups.call(StageDeployment("environment"), "environment", "check", 0)
         for note in found["notes"]:
             logger.warning("%s", note)
+        counts: dict[str, int] = found["prompt_counts"]
+        return counts
     except WorkerError as error:
         told = error.expected
         raise

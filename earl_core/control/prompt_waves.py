@@ -8,8 +8,10 @@ which episodes are trained on: whatever reads these two sees one batch, and no r
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from earl_core.config import ConfigError, RunConfig
@@ -30,18 +32,23 @@ from earl_core.rollout.rollout_stats import RolloutStats
 from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import read_state
 
+_OF_ROWS = re.compile(r"(of/[^/]+/)?rows/")
+"""Metrics of `RowDraws`."""
+
 
 @dataclass(frozen=True)
 class Wave:
     """Prompts that are played and sealed together: those of an iteration, or a wave of them.
 
     first: index in the run of the first one. cursor: where a mixture stands before it. before,
-    earlier: how many prompts the iteration has played in earlier waves, and what of them.
+    earlier: how many prompts the iteration has played in earlier waves, and what of them. began:
+    the iteration's first prompts, by label.
     """
 
     first: int
     prompts: int
     cursor: Cursor
+    began: Mapping[str, int]
     before: int = 0
     earlier: tuple[RolloutStats, ...] = ()
 
@@ -54,7 +61,8 @@ class Wave:
 def whole_iteration(run: RunDirectory, iteration: int) -> Wave:
     """Return the prompts of an iteration that go on after those of the last one."""
     asked = run.config.rollout.prompts_per_iteration
-    return Wave(taken_before(run, iteration).prompts, asked, _cursor(run, iteration))
+    first, cursor = taken_before(run, iteration).prompts, _cursor(run, iteration)
+    return Wave(first, asked, cursor, _began(first, cursor))
 
 
 class Taken(NamedTuple):
@@ -123,9 +131,14 @@ def wave_after(run: RunDirectory, iteration: int, sealed: Sequence[Manifest]) ->
         first=last[PROMPTS][1],
         prompts=more(run.config, sealed),
         cursor=cursor,
+        began=whole_iteration(run, iteration).began,
         before=_played(rollouts),
         earlier=tuple(map(_tally, rollouts)),
     )
+
+
+def _began(first: int, cursor: Cursor) -> dict[str, int]:
+    return {label: place.drawn for label, place in cursor.items()} or {"": first}
 
 
 def more(config: RunConfig, sealed: Sequence[Manifest]) -> int:
@@ -159,6 +172,7 @@ def whole_rollout(config: RunConfig, sealed: Sequence[Manifest]) -> dict[str, An
         **_over(rollouts, max, "replicas", "peak_bytes", "reserved_bytes"),
         **_over(rollouts, max, *(n for n in rollouts[0].metrics if n.startswith("probe_"))),
         **_over(rollouts, math.fsum, "replicas_lost", "stage_seconds"),
+        **_over(rollouts, fmean, *filter(_OF_ROWS.match, rollouts[0].metrics)),
         "waves": float(len(rollouts)),
         "prompts": float(played),
         "groups_different": float(len(judged.different)),

@@ -38,18 +38,19 @@ def play_rollout(
     """Play an iteration's episodes, or a wave of them, under the name `stage`; `shards` in the
     order of their rows, `outputs`, `metrics`, `statistics` and the `tally`."""
     config = controller.config
-    draws, cursor = draw(config.mixture, wave.cursor, config.curriculum, wave.prompts)
+    drawn, cursor = draw(config.mixture, wave.cursor, config.curriculum, wave.prompts)
+    counted = drawn or [("", wave.first + item) for item in range(wave.prompts)]
+    prompts, of_rows = controller.rows.of(iteration, counted, wave.began)
 
     def arguments(share: Share) -> dict[str, Any]:
         return {
-            "draws": [draws[item] for item in share.items] if draws else None,
+            "draws": [prompts[item] for item in share.items],
             "groups": [wave.first + item for item in share.items],
             "share": share.number,
             "of_prompts": wave.before + wave.prompts,
             "shards_of": stage,
         }
 
-    prompts = draws or [("", wave.first + item) for item in range(wave.prompts)]
     dealt = deal_of(controller, iteration, prompts, deployment.replicas)
     sent = arguments, weights.outputs["weights"]
     job = Job(stage, iteration, "rollout", wave.prompts, *sent, dealt)
@@ -61,7 +62,12 @@ def play_rollout(
     return {
         "shards": [entry for played in done for entry in played.result["shards"]],
         "outputs": wave.outputs(cursor),
-        "metrics": {**rollout_stats.rollout_metrics(tally), **engines.metrics(), **engines.probe},
+        "metrics": {
+            **rollout_stats.rollout_metrics(tally),
+            **engines.metrics(),
+            **engines.probe,
+            **of_rows,
+        },
         "statistics": rollout_stats.selector_statistics(tally),
         "tally": tally,
     }

@@ -35,6 +35,7 @@ from earl_core.control.preflight import (
 )
 from earl_core.control.prompt_waves import check_numbers, taken_before
 from earl_core.control.resume_point import resume_point
+from earl_core.control.row_draws import RowDraws
 from earl_core.control.selector_policy import settled
 from earl_core.control.teachers import (
     check_teachers,
@@ -137,7 +138,8 @@ class RunController:
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
         self.followed: DeploymentPlan | None = None
         self.turns = EngineTurns()
-        self.stream = GroupStream(run, self.groups, self.listener)
+        self.rows = RowDraws(run, found.prompt_counts)
+        self.stream = GroupStream(run, self.groups, self.listener, self.rows)
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.
         self._registered.enter_context(live(str(run.path.resolve()), self))

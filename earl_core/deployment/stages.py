@@ -157,9 +157,13 @@ _SCORED = (
 )
 """Settings that decide the scores of episodes."""
 
+_CURRICULA = ("environment.curriculum", "environments.curriculum")
+"""Rules that choose rows, and what counts as a success there."""
+
 _ROLLED_OUT = (
     *_PLAY,
     "curriculum",
+    *_CURRICULA,
     "rollout.max_failed_share",
     "rollout.prompts_per_iteration",
     "rollout.group_size",

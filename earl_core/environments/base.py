@@ -99,6 +99,9 @@ class Environment(Protocol):
     answers that nobody is trained on, such as an opponent's moves; its episodes cannot be replayed
     then. It is None where there is no policy: in `earl env check`, and while a small model is made.
 
+    An object whose prompts are rows sets `prompt_count`, the number of them: prompts come again
+    after so many, and `environment.curriculum` may choose among them.
+
     A class may set `tools = ("look_up", ...)`: names of methods that the model may call, beside the
     tools of the run file; see `environments.tools.functions`. With a method
     `tools_used(messages)` it is told of each answer with calls and their results.

@@ -71,6 +71,7 @@ class PromptEnvironment:
         rules = RowRules(self._form, rule, options.scoring_columns)
         leave_out = options.unusable_rows == "leave_out"
         self._rows = read_rows(options.path, options.split, rules, leave_out)
+        self.prompt_count = len(self._rows)
         self._row: Row | None = None
         self._asked: str | list[Message] = ""
         self._used: list[Message] = []

@@ -47,6 +47,12 @@ def can_replay(made: object, configured: bool, mcp: Sequence[Any]) -> bool:
     return same and not (mcp or getattr(made, "wants_policy", False))
 
 
+def prompt_count(made: object) -> int:
+    """The number of prompts after which they come again; 0 where the environment does not say."""
+    count = getattr(made, "prompt_count", 0)
+    return count if isinstance(count, int) else 0
+
+
 _FORWARDING = ("__getattr__", "__getattribute__")
 
 

@@ -26,6 +26,7 @@ from earl_core.experience.alike_groups import JudgedGroups, left_out_rows
 from earl_core.experience.group_returns import group_returns, group_rewards
 from earl_core.experience.reward import ScoreTally, reward_rows
 from earl_core.experience.roles import RoleMoments, role_returns
+from earl_core.experience.row_results import row_results
 from earl_core.experience.scoring import Scorer, scored_episodes
 from earl_core.run.replay import new_rows, replayed_groups
 from earl_core.run.worker import RunWorker
@@ -58,7 +59,8 @@ class ExperienceWorker(RunWorker):
     ) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
         `roles`, dumped `RoleMoments`;
-        for a curriculum `returns`, a dumped `GroupReturns` of each environment; `groups`, dumped
+        for a curriculum `returns`, a dumped `GroupReturns` of each environment, and `rows`, as
+        `row_results`; `groups`, dumped
         `JudgedGroups`, where groups that score alike leave the batch.
 
         shards_of: the name that the shards begin with. before: episodes that the iteration has
@@ -89,6 +91,7 @@ class ExperienceWorker(RunWorker):
             old = replayed_groups(rollout)
             rows, metrics, episodes = reward_rows(batch, settings, given, own, old)
             learnt = group_returns(batch, rows) if self._config.curriculum else {}
+            of_rows = row_results(batch, rows, self._config.row_curricula, old)
             without = {g: each for g, each in group_rewards(batch, rows).items() if g not in old}
             of_roles = RoleMoments.of(role_returns(batch, rows, old) or {"": without})
             groups: dict[str, Any] = {}
@@ -101,7 +104,8 @@ class ExperienceWorker(RunWorker):
         returns = {label: each.model_dump(mode="json") for label, each in learnt.items()}
         dumped = tally.model_dump(mode="json")
         scores_and_roles = {"scores": dumped, "roles": of_roles.model_dump(mode="json")}
-        return {**result, **scores_and_roles, "returns": returns, "groups": groups}
+        learnt_of = {"returns": returns, "rows": of_rows, "groups": groups}
+        return {**result, **scores_and_roles, **learnt_of}
 
     def _known_scores(
         self, rollout: Manifest, scored: Sequence[dict[str, Any]]

@@ -22,6 +22,7 @@ from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.played_turns import PlayedTurns
 from earl_core.experience.roles import Parts, RoleMoments, own_rows, shared_of
+from earl_core.experience.row_results import merge_rows
 from earl_core.run.worker import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
@@ -162,8 +163,11 @@ def merge_rewards(
     merged = merge_results(results, REWARD_RULES)
     roles = [RoleMoments.model_validate(result.get("roles", {})) for result in results]
     merged["metrics"] |= reduce(RoleMoments.merge, roles, RoleMoments()).metrics
-    if config.curriculum:
-        merged["outputs"] = {"returns": _merged_returns(results)}
+    if config.draws_by_returns:
+        parts = [each.get("rows", {}) for each in results]
+        rows = {"rows": merge_rows(parts)} if config.row_curricula else {}
+        returns = {"returns": _merged_returns(results)} if config.curriculum else {}
+        merged["outputs"] = {**returns, **rows}
     if not config.reward.functions:
         return merged
     whole = ScoreTally()

@@ -52,7 +52,7 @@ class GroupBatches:
         config = self._run.config
         key = stage_key(config, self._run.uid, iteration, "collect", [])
         # A curriculum draws by returns of an iteration that the staleness chooses.
-        return key if config.curriculum is None else f"{key}-{config.schedule.staleness}"
+        return f"{key}-{config.schedule.staleness}" if config.draws_by_returns else key
 
     def failing(self, iteration: int) -> list[SealedGroup]:
         """The sealed groups of this batch and later ones that have failed episodes."""

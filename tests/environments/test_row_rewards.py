@@ -110,7 +110,39 @@ def test_a_reward_function_is_called_before_work(data: str, function: str, probl
     )
     told = pytest.raises(ConfigError, match=problem) if problem else nullcontext()
     with told:
-        assert asyncio.run(check_environments(config)) == []
+        assert asyncio.run(check_environments(config)).notes == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (
+            {"name": "tic_tac_toe"},
+            "the curriculum chooses among rows, and the environment does not",
+        ),
+        ({"name": "prompt"}, ""),
+    ],
+)
+def test_a_curriculum_over_rows_needs_rows(
+    data: str, environment: dict[str, Any], told: str
+) -> None:
+    rows = {"path": data, "reward_function": f"{REWARDS}:half_reward"}
+    options = {} if told else {"options": rows}
+    config = parse_config(
+        {
+            "name": "x",
+            "iterations": 1,
+            "model": {"path": "m"},
+            "environment": {**environment, **options, "curriculum": {}},
+            "rollout": {"prompts_per_iteration": 1, "group_size": 2, "max_turns": 1},
+        }
+    )
+    if told:
+        with pytest.raises(ConfigError, match=told):
+            asyncio.run(check_environments(config))
+        return
+    lines = len(Path(data).read_text().splitlines())
+    assert asyncio.run(check_environments(config)).prompt_counts == {"": lines}
 
 
 def test_reward_functions_must_return_numbers(data: str) -> None:

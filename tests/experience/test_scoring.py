@@ -234,6 +234,7 @@ def test_a_curriculum_learns_from_the_whole_reward(tmp_path: Path) -> None:
     """Of what the environment gave, and of scores; a group that one rank alone rewards."""
     raw = configuration(tmp_path, SEVERAL | {"retries": 0}).model_dump() | {"environment": None}
     raw["environments"] = [{"name": "tic_tac_toe", "label": label} for label in ("a", "b")]
+    raw["environments"][1]["curriculum"] = {"passing_reward": 0.9}
     raw["curriculum"] = {}
     raw["algorithm"]["advantage"] = "reinforce_plus_plus"
     config = RunConfig.model_validate(raw)
@@ -255,6 +256,9 @@ def test_a_curriculum_learns_from_the_whole_reward(tmp_path: Path) -> None:
         own = 1 + number % 3
         return 0.5 * own - 0.5 * max(0.0, 1 - (3 + number) / 10) + 0.25
 
+    # The episodes 8 and 9 of row 7: rewards of 1.75 and 0.75.
+    assert [reward(8), reward(9)] == pytest.approx([1.75, 0.75])
+    assert merged["outputs"]["rows"] == {"b": [[7, 1, 2]]}
     # Of the groups 0 (a) and 1 (a) one episode each could be scored, of 2 (b) two.
     assert returns["a"].spreads.count == 0
     assert [returns["a"].span.low, returns["a"].span.high] == pytest.approx(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 
 import pyarrow.parquet as pq
@@ -101,7 +102,7 @@ def test_an_engine_that_is_lost_in_a_wave_costs_its_share_of_it(
 @pytest.mark.slow
 def test_a_mixture_with_a_curriculum_counts_every_prompt(runs: Runs) -> None:
     mixture = [
-        {**GAMES, "label": "some"},
+        {**GAMES, "label": "some", "curriculum": {}},
         {**GAMES, "label": "none", "options": {**GAMES["options"], "paying": []}},
     ]
     settings = [
@@ -125,19 +126,21 @@ def test_a_mixture_with_a_curriculum_counts_every_prompt(runs: Runs) -> None:
         folder = runs.run() / f"iterations/{iteration:06d}"
         outputs = json.loads((folder / "rollout.json").read_text())["outputs"]
         table = pq.read_table(folder / "episodes.parquet").to_pydict()
+        columns = (table[name] for name in ("environment", "group_id", "prompt_id"))
+        groups = {*zip(*columns, strict=True)}
         prompts = {
-            label: sorted(
-                {
-                    p
-                    for p, e in zip(table["prompt_id"], table["environment"], strict=True)
-                    if e == label
-                }
-            )
-            for label in drawn
+            label: sorted(prompt for of, _, prompt in groups if of == label) for label in drawn
         }
-        for label, before in drawn.items():
-            drawn[label] = outputs["cursor"][label]["drawn"]
-            assert prompts[label] == [*range(before, drawn[label])]
+        before, drawn = drawn, {label: outputs["cursor"][label]["drawn"] for label in drawn}
+        assert prompts["none"] == [*range(before["none"], drawn["none"])]
+        # Later waves go on with other rows, as long as there are some.
+        times = Counter(dict.fromkeys(range(5), 0)) + Counter(prompts["some"])
+        assert times.total() == drawn["some"] - before["some"]
+        assert max(times.values()) - min(times[row] for row in range(5)) <= 1
+        results = json.loads((folder / "reward.json").read_text())["outputs"]["rows"]["some"]
+        size = len(set(table["episode_id"])) // len(groups)
+        assert [[row, n] for row, _, n in results] == [[r, size * times[r]] for r in sorted(times)]
+        assert all((solved > 0) <= (row in (1, 4)) for row, solved, _ in results)
         assert outputs["prompts"] == [first, sum(drawn.values())]
         first = sum(drawn.values())
         assert sorted(set(table["group_id"])) == [*range(*outputs["prompts"])]

@@ -7,6 +7,8 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
+from earl_core.run.recovery import go_back
+from tests.flows.digit_rows import ENVIRONMENT, check_rows
 from tests.flows.runs import KILLED, LEARNING, Runs
 from tests.flows.test_stream import train
 
@@ -20,7 +22,7 @@ MIXED = (
     + json.dumps(
         [
             {**GAME, "label": "weak", "weight": 2},
-            {**PERFECT, "label": "strong"},
+            ENVIRONMENT,
             {"agent": "tests.rollout.agents:tic_tac_toe", "options": {"game": GAME["options"]}},
         ]
     ),
@@ -41,11 +43,16 @@ SUITES = (
 
 @pytest.mark.slow
 def test_a_mixture_with_a_curriculum_resumes_bit_for_bit(runs: Runs) -> None:
-    whole = runs.train_here({"overrides": [*MIXED, "name=whole"]})
-    assert whole == [None]
+    overrides = [*MIXED, "name=whole"]
+    assert runs.train_here({"overrides": overrides}) == [None]
+    rows = check_rows(runs.run("whole"), "rows", 3, 0)
+    # What is done again is equal.
+    assert runs.train_here({"overrides": overrides, "go_back": 1}) == [None]
+    assert check_rows(runs.run("whole"), "rows", 3, 0) == rows
     runs.train(*MIXED, *SUITES, fault="update.after@1=kill", expect=KILLED)
     runs.train(*MIXED, *SUITES)
     runs.assert_learnt()
+    assert check_rows(runs.run(), "rows", 3, 0) == rows
     for iteration in range(3):
         assert runs.weights(iteration) == runs.weights(iteration, "whole")
         here, there = (
@@ -54,13 +61,16 @@ def test_a_mixture_with_a_curriculum_resumes_bit_for_bit(runs: Runs) -> None:
         )
         assert here["outputs"]["cursor"] == there["outputs"]["cursor"]
     cursor = here["outputs"]["cursor"]
-    assert set(cursor) == {"weak", "strong", "tic_tac_toe"}
+    assert set(cursor) == {"weak", "rows", "tic_tac_toe"}
     assert sum(place["drawn"] for place in cursor.values()) == 3 * 8
     # What the groups showed moves the parts away from 2:1:1.
     assert all(place["spread"] is not None for place in cursor.values())
     first = runs.metrics()[0]
     assert first["rollout/of/weak/episodes"] == 16.0
-    assert first["rollout/of/strong/episodes"] == first["rollout/of/tic_tac_toe/episodes"] == 8.0
+    assert first["rollout/of/rows/episodes"] == first["rollout/of/tic_tac_toe/episodes"] == 8.0
+    assert first["rollout/of/rows/rows/known_share"] == 0.0
+    assert first["rollout/of/rows/rows/expected_success"] == 0.5
+    assert runs.metrics()[2]["rollout/of/rows/rows/known_share"] > 0.0
     check_suites(runs)
 
 
@@ -69,7 +79,8 @@ def test_a_mixture_with_a_curriculum_plays_as_a_stream(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each environment, an agent among them, each prompt is played once, stopped on the way or
-    not; what the groups of iteration k - 2 have returned moves the parts of batch k."""
+    not; what the groups of iterations up to k - 2 have returned moves the parts of batch k, and
+    chooses its rows, also when the run has gone back."""
     asked = (
         *MIXED,
         "iterations=5",
@@ -96,10 +107,16 @@ def test_a_mixture_with_a_curriculum_plays_as_a_stream(
         cursor = json.loads((folder / "collect.json").read_text())["outputs"]["cursor"]
         parts.append({label: place["due"] for label, place in cursor.items()})
         assert all((place["spread"] is None) == (k < 2) for place in cursor.values())
+    rows = prompts.pop("rows")
     assert all(each == [*range(len(each))] for each in prompts.values())
+    drawn = check_rows(runs.run(), "rows", 5, 1)
+    assert rows == [row for each in drawn for row in each]
     # By their weights alone each batch would end with nothing due.
     assert all(due == pytest.approx(0) for due in parts[1].values())
     assert any(due != pytest.approx(0) for due in parts[4].values())
+    go_back(runs.run(), 3)
+    train(runs, *asked)
+    assert check_rows(runs.run(), "rows", 5, 1) == drawn
 
 
 def check_suites(runs: Runs) -> None:

@@ -191,12 +191,19 @@ def test_what_plays_when_a_run_is_asked_to_stop_goes_on_at_the_next_token(
 def test_under_a_clock_a_stream_repeats_bit_for_bit(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two engines beside the learner; another clock gives other bits."""
-    asked = (*stream(1, 3), "stages={placement: shared, rollout: {replicas: 2}}")
+    """Two engines beside the learner, a curriculum over rows; another clock gives other bits."""
+    rows = {"options": {**LENGTHS["options"], "rows": 40}, "curriculum": {"memory": 0.5}}
+    asked = (
+        *stream(1, 3),
+        "stages={placement: shared, rollout: {replicas: 2}}",
+        f"environment={json.dumps(LENGTHS | rows)}",
+    )
     for name, clock in (("one", "2"), ("again", "2"), ("other", "6")):
         monkeypatch.setenv("EARL_CLOCK", clock)
         train(runs, *asked, f"name={name}")
         assert_once_and_young(runs.run(name), 1, 3)
+    known = [line["rollout/rows/known_share"] for line in runs.metrics("one")]
+    assert known == [0, 0, BATCH / 40]
     runs.assert_learnt("one", than="other")
     assert runs.weights(2, "one") == runs.weights(2, "again") != runs.weights(2, "other")
 

@@ -89,6 +89,8 @@ def test_what_cannot_be_made_is_refused_with_one_message(python: str) -> None:
         "    for options, _ in json.loads(sys.argv[1]):\n"
         "        try: create('agent:verifiers_classic', options)\n"
         "        except ConfigError as error: print(json.dumps(str(error)))\n"
+        f"    mixed = {{'env': {WORLD!r}, 'args': {{'kind': 'mixed'}}}}\n"
+        "    print('rows', create('agent:verifiers_classic', mixed).prompt_count)\n"
         "thread = threading.Thread(target=tried)\n"
         "thread.start()\n"
         "thread.join()\n"
@@ -100,6 +102,7 @@ def test_what_cannot_be_made_is_refused_with_one_message(python: str) -> None:
     assert len(messages) == len(cases), shown.stderr
     for message, (_, expected) in zip(messages, cases, strict=True):
         assert expected in message
+    assert "rows 6" in shown.stdout.splitlines()
 
 
 @pytest.mark.campaign

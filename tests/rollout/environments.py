@@ -51,10 +51,12 @@ class Unreliable:
 
 
 class Lengths:
-    """Two turns, but `long` ones for one prompt in `every`; rewards by `worth`."""
+    """Two turns, but `long` ones for one prompt in `every`; rewards by `worth`. rows: of a data
+    set, whose number it tells."""
 
-    def __init__(self, every: int, long: int, seconds: float = 0.0) -> None:
+    def __init__(self, every: int, long: int, seconds: float = 0.0, rows: int = 0) -> None:
         self._every, self._long, self._seconds = every, long, seconds
+        self.prompt_count = rows
         self._left = 0
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
@@ -134,6 +136,7 @@ class SomeGames:
     def __init__(self, paying: list[int], of: int) -> None:
         self._game = create("tic_tac_toe", {"style": "compact"})
         self._paying, self._of = paying, of
+        self.prompt_count = of
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         self._pays = prompt % self._of in self._paying

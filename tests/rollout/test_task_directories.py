@@ -267,7 +267,8 @@ def test_another_user_plays_under_a_python_that_has_nothing_of_ours(tmp_path: Pa
             "made = create('agent:task_directories', options)\n"
             "made.policy = {'base_url': 'http://127.0.0.1:1/v1', 'api_key': 'k'}\n"
             "made.reset(0, 0)\n"
-            "print(asyncio.run(made.step('')).reward, os.listdir(sys.argv[1] + '/work'))\n"
+            "print(asyncio.run(made.step('')).reward, os.listdir(sys.argv[1] + '/work'),\n"
+            "      made.prompt_count)\n"
         )
         done = subprocess.run(
             [SYSTEM_PYTHON, "-c", program, str(folder)],
@@ -283,7 +284,7 @@ def test_another_user_plays_under_a_python_that_has_nothing_of_ours(tmp_path: Pa
         )
         if "user namespaces" in done.stderr:
             pytest.skip(done.stderr[-300:])
-        assert done.stdout == "1.0 []\n", done.stderr
+        assert done.stdout == "1.0 [] 1\n", done.stderr
     finally:
         shutil.rmtree(folder)
     check_nothing_is_left()

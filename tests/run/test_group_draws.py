@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from earl_core.config import parse_config
 from earl_core.config.environment import CurriculumConfig
 from earl_core.control.group_draws import GroupDraws
+from earl_core.control.row_draws import RowDraws
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.run import RunDirectory
@@ -34,6 +36,10 @@ def opened(
     return RunDirectory.open(parse_config(raw))
 
 
+def draws_of(run: RunDirectory, counts: Mapping[str, int] | None = None) -> GroupDraws:
+    return GroupDraws(run, RowDraws(run, counts or {}))
+
+
 def seal(run: RunDirectory, draws: GroupDraws, batch: int) -> None:
     run.seal(
         Manifest(
@@ -52,7 +58,7 @@ def test_a_mixture_goes_on_where_the_last_seal_has_it_under_other_weights_too(
 ) -> None:
     """No prompt is skipped or comes twice."""
     run = opened(tmp_path, 1)
-    draws = GroupDraws(run)
+    draws = draws_of(run)
     ahead = [draws.of(group) for group in (9, 8, 11, 10)]
     played = [draws.of(group) for group in range(2 * SIZE)]
     assert [draws.of(group) for group in (9, 8, 11, 10)] == ahead
@@ -61,13 +67,13 @@ def test_a_mixture_goes_on_where_the_last_seal_has_it_under_other_weights_too(
     draws.settle(2)
     assert [draws.of(group) for group in (9, 8, 11, 10)] == ahead
     # Whoever goes on with the run draws the same.
-    again = GroupDraws(run)
+    again = draws_of(run)
     assert [again.of(group) for group in (9, 8, 11, 10)] == ahead
     assert again.outputs(2) == draws.outputs(2)
     run.close()
 
     run = opened(tmp_path, 3)
-    other = GroupDraws(run)
+    other = draws_of(run)
     played += [other.of(group) for group in range(2 * SIZE, 6 * SIZE)]
     run.close()
     prompts = defaultdict(list)
@@ -94,7 +100,7 @@ def reward(run: RunDirectory, batch: int, groups: dict[str, list[list[float]]]) 
 def test_a_curriculum_learns_from_what_is_trained_before_a_group_may_begin(tmp_path: Path) -> None:
     """With the staleness s that is iteration k - 1 - s, and nothing later, whoever asks when."""
     run = opened(tmp_path, 1, {"memory": 0.0, "least_share": 0.2})
-    draws = GroupDraws(run)
+    draws = draws_of(run)
     drawn = []
     for batch in range(8):
         # Groups of the batch may begin as soon as this is sealed.
@@ -104,7 +110,7 @@ def test_a_curriculum_learns_from_what_is_trained_before_a_group_may_begin(tmp_p
         if batch >= 1:
             seal(run, draws, batch - 1)
             draws.settle(batch)
-        assert [GroupDraws(run).of(batch * SIZE + place) for place in range(SIZE)] == drawn[-1]
+        assert [draws_of(run).of(batch * SIZE + place) for place in range(SIZE)] == drawn[-1]
     labels = [[label for label, _ in each] for each in drawn]
     assert [each.count("connect_four") for each in labels[:2]] == [2, 2]
     # A fifth of the prompts follows the weights: a tenth is this game's.
@@ -117,7 +123,7 @@ def test_a_curriculum_learns_from_what_is_trained_before_a_group_may_begin(tmp_p
     reward(run, 5, {"tic_tac_toe": [[0.5, 0.5]], "connect_four": [[0.0, 1.0]]})
     draws.settle(6)
     again = [
-        [each.of(7 * SIZE + place) for place in range(SIZE)] for each in (draws, GroupDraws(run))
+        [each.of(7 * SIZE + place) for place in range(SIZE)] for each in (draws, draws_of(run))
     ]
     assert again[0] == again[1] != drawn[7]
     run.close()
@@ -141,7 +147,7 @@ def test_a_damaged_seal_is_told_of_and_no_prompt_is_guessed(tmp_path: Path) -> N
     """One that does not say where its batch has ended is passed over, because an older one says
     it."""
     run = opened(tmp_path, 1)
-    draws = GroupDraws(run)
+    draws = draws_of(run)
     for batch in (0, 1):
         seal(run, draws, batch)
     wanted = draws.of(2 * SIZE)
@@ -149,9 +155,9 @@ def test_a_damaged_seal_is_told_of_and_no_prompt_is_guessed(tmp_path: Path) -> N
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'"cursor"', b'"Cursor"'))
     with pytest.raises(ManifestError, match="collect"):
-        GroupDraws(run).of(2 * SIZE)
+        draws_of(run).of(2 * SIZE)
     sealed = run.manifest(0, "collect")
     path.unlink()
     run.seal(sealed.model_copy(update={"iteration": 1, "outputs": {}}))
-    assert GroupDraws(run).of(2 * SIZE) == wanted
+    assert draws_of(run).of(2 * SIZE) == wanted
     run.close()

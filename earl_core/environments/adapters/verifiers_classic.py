@@ -54,6 +54,7 @@ class VerifiersClassic:
 
     def __init__(self, options: VerifiersClassicOptions) -> None:
         self._world = _World.of(options)
+        self.prompt_count = self._world.count
         self._row: dict[str, Any] = {}
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
@@ -92,7 +93,7 @@ class _World(SharedWorld):
             # Where it has none, `get_eval_dataset` returns the training rows.
             missing = held_out and any(each.build_eval_dataset() is None for each in every)
             self._rows = self._env.get_eval_dataset() if held_out else self._env.get_dataset()
-            count = len(self._rows)
+            self.count = len(self._rows)
         except Exception as error:
             raise ConfigError(
                 f"verifiers cannot make the environment {options.env!r} with the args "
@@ -104,13 +105,13 @@ class _World(SharedWorld):
                 "eval_dataset",
                 remedy="give it one, or use split: train",
             )
-        if not count:
+        if not self.count:
             raise ConfigError(f"the environment {options.env!r} of verifiers has no rows")
         _watch(verifiers, options.env, every)
 
     def row(self, prompt: int) -> dict[str, Any]:
         """The prompt's row, by its number modulo theirs."""
-        return dict(self._rows[prompt % len(self._rows)])
+        return dict(self._rows[prompt % self.count])
 
     async def play(self, row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         """Play an episode; its reward, and the rubric's metrics."""

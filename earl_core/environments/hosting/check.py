@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.environments.base import EnvironmentFailed
@@ -11,11 +11,18 @@ from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
 
 
-async def check_environments(config: RunConfig) -> list[str]:
+class Found(NamedTuple):
+    """What environments say of themselves. notes: what is to be said of their tools.
+    prompt_counts: the numbers of prompts, by label, of those whose prompts a curriculum chooses."""
+
+    notes: list[str]
+    prompt_counts: dict[str, int]
+
+
+async def check_environments(config: RunConfig) -> Found:
     """Start and end a host of each environment, one of the evaluation's if its options differ, and
     one of the reward functions: the user's code runs there and nowhere else. The reward function
-    of a data set scores one answer. Returns
-    what is to be said of their tools. Raises `ConfigError`."""
+    of a data set scores one answer. Raises `ConfigError`."""
     evaluated = config.evaluated if config.evaluation.options else {}
     suites = config.evaluation.suites
     environments = [*config.played.values(), *evaluated.values(), *suites]
@@ -31,6 +38,9 @@ async def check_environments(config: RunConfig) -> list[str]:
     if config.reward.functions:
         pools.append(EnvironmentPool.of_rewards(config.reward, hosts=1, log_path=None))
     notes: dict[str, None] = {}
+    counts: dict[str, int] = {}
+    # They stand first.
+    labels = dict(zip(pools, config.played, strict=False))
     both = [pool for pool, each in zip(pools, environments, strict=False) if each.train == "all"]
     for pool in pools:
         await pool.start()
@@ -44,9 +54,23 @@ async def check_environments(config: RunConfig) -> list[str]:
                 )
             if pool in prompts:
                 await _try_reward(pool)
+            if (label := labels.get(pool)) in config.row_curricula:
+                counts[label] = _prompts_of(pool, label)
         finally:
             await pool.stop()
-    return list(notes)
+    return Found(list(notes), counts)
+
+
+def _prompts_of(pool: EnvironmentPool, label: str) -> int:
+    if pool.prompt_count < 1:
+        named = f" of {label}" if label else ""
+        raise ConfigError(
+            f"the curriculum{named} chooses among rows, and the environment does not say that it "
+            "has any: its prompts are numbers without end",
+            remedy="leave environment.curriculum out, or, in an environment of your own, set "
+            "prompt_count to the number of its prompts",
+        )
+    return pool.prompt_count
 
 
 _TRIED = "0"
@@ -75,7 +99,7 @@ class Check(RunWorker):
     """The rank that does it, so that the controller need not."""
 
     async def check(self) -> dict[str, Any]:
-        """Raise `ConfigError` unless the environments and reward functions can be made; `notes`
-        is what is to be said of their tools."""
+        """Raise `ConfigError` unless the environments and reward functions can be made; the fields
+        of `Found`."""
         fault_points.point("experience.check", 0)
-        return {"notes": await check_environments(self._config)}
+        return (await check_environments(self._config))._asdict()

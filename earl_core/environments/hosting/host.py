@@ -173,6 +173,7 @@ def _serve(connection: socket.socket) -> None:
             "concurrent": concurrent,
             "wants_policy": wants_policy,
             "awaits_reward": bool(getattr(made, "awaits_reward", False)),
+            "prompt_count": registry.prompt_count(made),
             "tools": offered.schemas,
             "notes": offered.notes,
             "characters": characters,

@@ -105,6 +105,8 @@ class HostProcess:
         """True when its environments ask the policy."""
         self.awaits_reward = False
         """True when its agents post their rewards to the gateway."""
+        self.prompt_count = 0
+        """Number of prompts after which they come again; 0: it does not say."""
         self.concurrent = True
         """True when several of its calls may run at the same time."""
         self.tools: list[dict[str, Any]] = []
@@ -218,6 +220,7 @@ class HostProcess:
             self.concurrent, self.characters = message["concurrent"], message["characters"]
             self.wants_policy, self.versions = message["wants_policy"], message["versions"]
             self.awaits_reward = message["awaits_reward"]
+            self.prompt_count = message["prompt_count"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":

@@ -73,6 +73,7 @@ class InProcessSupervisor:
         self.characters = ""
         self.deterministic = self.concurrent = True
         self.wants_policy = self.awaits_reward = False
+        self.prompt_count = 0
         self.tools: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
@@ -95,6 +96,7 @@ class InProcessSupervisor:
         self.concurrent = bool(getattr(made, "concurrent", True))
         self.wants_policy = bool(getattr(made, "wants_policy", False))
         self.awaits_reward = bool(getattr(made, "awaits_reward", False))
+        self.prompt_count = registry.prompt_count(made)
         self.deterministic = registry.can_replay(made, settings.deterministic, settings.mcp)
         tools = await registry.host_tools(
             settings.tools, settings.mcp, settings.tool_timeout_seconds

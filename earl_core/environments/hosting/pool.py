@@ -255,6 +255,12 @@ class EnvironmentPool:
         return [] if process is None else process.notes
 
     @property
+    def prompt_count(self) -> int:
+        """Number of prompts after which they come again; 0 where the environment does not say."""
+        process = self._supervisors[0].process
+        return 0 if process is None else process.prompt_count
+
+    @property
     def wants_policy(self) -> bool:
         """True when the environments, or agents, ask the policy."""
         process = self._supervisors[0].process

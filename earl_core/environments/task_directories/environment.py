@@ -94,6 +94,7 @@ class TaskDirectories:
         self._world = _World.of(options)
         self.longest_seconds = self._world.longest_seconds
         """The longest that an episode may take by the tasks' own limits."""
+        self.prompt_count = len(self._world.tasks)
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         """Take the task; the message says nothing."""

@@ -211,7 +211,7 @@ def environment(config: RunConfig) -> Iterator[Finding]:
         text = f"the run file names code, which was not imported: {shown}"
         yield Finding("note", text, "if you trust it: earl doctor RUN.yaml --run-code")
         return
-    notes = asyncio.run(check_environments(config))
+    notes = asyncio.run(check_environments(config)).notes
     names = ", ".join(each.played for each in config.played.values())
     yield Finding("good", f"environment {names}")
     for note in notes:
