@@ -136,6 +136,7 @@ class Submitted:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_flow_runs_queue_are_cancelled_and_retried_from_the_server(
     runs: Runs, tmp_path: Path
 ) -> None:
