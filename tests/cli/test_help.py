@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 
 import pytest
@@ -18,19 +17,12 @@ COMMANDS = (
 )
 
 
-def test_help_names_every_command_and_is_quick(fresh_earl: Earl) -> None:
-    def help_of_earl() -> subprocess.CompletedProcess[str]:
-        command, where = fresh_earl.command("--help"), fresh_earl.directory
-        environment = fresh_earl.environment
-        return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True)
-
-    help_of_earl()
-    started = time.monotonic()
-    shown = help_of_earl()
-    seconds = time.monotonic() - started
+def test_help_names_every_command(fresh_earl: Earl) -> None:
+    command, where = fresh_earl.command("--help"), fresh_earl.directory
+    environment = fresh_earl.environment
+    shown = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True)
     assert shown.returncode == 0
     assert all(f"│ {name} " in shown.stdout for name in COMMANDS)
-    assert seconds < 10.0, "on an idle machine 0.4 s; prefect was probably imported"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Reader:
     def __init__(self, browser: Browser, file: Path, **options: Any) -> None:
         self.context = browser.new_context(offline=True, **options)
         self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(60_000)
         self.asked: list[str] = []
         self.said: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))

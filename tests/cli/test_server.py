@@ -288,7 +288,7 @@ def listen_with(access: server_access.Access, word: str) -> None:
     with connect(url, ssl=context, subprotocols=[Subprotocol("prefect")]) as socket:
         socket.send(json.dumps({"type": "auth", "token": word}))
         for _ in range(2):
-            socket.recv(timeout=10)
+            socket.recv(timeout=60)
 
 
 def test_other_sites_get_no_cors_header(prefect_server: server.Server) -> None:

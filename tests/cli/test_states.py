@@ -128,8 +128,13 @@ def until(true: object, seconds: float) -> None:
 def test_any_command_corrects_what_it_finds(earl: Earl, access: Access, gone: str) -> None:
     killed = running(access, tags_of(gone, earl.directory / "runs"))
     (earl.directory / "runs" / "prefect").mkdir(parents=True, exist_ok=True)
-    assert earl.run("shards", "list", "--directory", str(earl.shared_memory)).returncode == 0
-    assert state_of(access, killed) == "CRASHED"
+
+    def corrected() -> bool:
+        """A command does not wait for a busy server: then the next one corrects it."""
+        assert earl.run("shards", "list", "--directory", str(earl.shared_memory)).returncode == 0
+        return state_of(access, killed) == "CRASHED"
+
+    until(corrected, 120)
 
 
 SLOW = """
@@ -158,8 +163,10 @@ def test_a_run_stopped_while_its_first_worker_starts_is_cancelled(
     (note,) = [n for n in flow_ledger.read_all(earl.directory / "runs") if n.run.endswith("/slow")]
     assert state_of(access, note.flow_run) == "RUNNING"
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=180)[0]
     assert process.returncode == 128 + signal.SIGINT, output
+    # One that could not end in time has left the word, and any command tells the server.
+    reaper.reconcile(access, earl.directory / "runs")
     assert state_of(access, note.flow_run) == "CANCELLED", output
     assert reaper.reconcile(access, earl.directory / "runs") == []
     assert flow_ledger.read(earl.directory / "runs", note.flow_run) is None

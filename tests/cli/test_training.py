@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -132,20 +131,26 @@ def test_serve_answers_openais_clients_that_know_the_key(
     ):
         stranger.models.list()
     process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=180)[0]
     assert "Traceback" not in rest
     assert process.returncode == 0
     _assert_gone(children)
 
 
-def test_ctrl_c_says_how_to_continue_and_resume_continues(earl: Earl) -> None:
+def test_ctrl_c_says_how_to_continue_and_resume_continues(
+    earl: Earl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However late the signal is, the iteration has not ended.
+    gate = earl.directory / "gate"
+    gate.touch()
+    monkeypatch.setitem(earl.environment, "EARL_FAULT", "update.step0@0=wait")
+    monkeypatch.setitem(earl.environment, "EARL_FAULT_GATE", str(gate))
     settings = earl.settings(iterations="500", evaluation__every="0")
     process = earl.start("train", str(CONFIG), "--name", "long", *settings)
     text, children = _read_until(process, "iteration 0: advantage started")
-    sent = time.monotonic()
     process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=60)[0]
-    assert time.monotonic() - sent < 60
+    rest = process.communicate(timeout=180)[0]
+    gate.unlink()
     assert process.returncode == 130, text + rest
     assert "Stopped. Continue with: earl resume long" in rest
     assert "Traceback" not in rest
@@ -179,7 +184,7 @@ def test_nothing_survives_sigkill(fresh_earl: Earl, model: dict[str, str]) -> No
     _, children = _read_until(process, "iteration 0: rollout started")
     assert any(map(_is_prefect, children)), children
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
     _assert_gone(children)
 
 
@@ -192,7 +197,7 @@ def test_a_lost_prefect_server_ends_the_run_with_one_sentence(
     _, children = _read_until(process, "iteration 0: rollout started")
     for child in filter(_is_prefect, children):
         child.kill()
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=180)[0]
     assert process.returncode == 1, rest
     assert "error: the Prefect server at https://127.0.0.1:" in rest
     assert "Continue with: earl resume runs/alone" in rest or "earl resume alone" in rest
@@ -206,7 +211,7 @@ def test_a_signal_before_the_first_worker(fresh_earl: Earl, number: signal.Signa
     process = fresh_earl.start("train", str(CONFIG), *fresh_earl.settings())
     _, children = _read_until(process, "starting Prefect")
     process.send_signal(number)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=180)[0]
     assert process.returncode == 128 + number
     assert "Stopped before the run began." in rest
     _assert_gone(children)
@@ -264,6 +269,6 @@ def _is_prefect(process: psutil.Process) -> bool:
         return False
 
 
-def _assert_gone(processes: list[psutil.Process], seconds: float = 60.0) -> None:
+def _assert_gone(processes: list[psutil.Process], seconds: float = 180.0) -> None:
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     assert alive == []

@@ -30,8 +30,8 @@ from tests.cli.conftest import CONFIG, Earl
 from tests.impostor import impostor
 from tests.shared import free_port
 
-RUN_SECONDS = 120.0
-WORKER_SECONDS = 40.0
+RUN_SECONDS = 300.0
+WORKER_SECONDS = 120.0
 
 
 def answer(

@@ -49,7 +49,7 @@ KINDS: dict[str, frozenset[str] | None] = {
 EXPECTED = (OSError, ManifestError, ConfigError, RunDamaged, CheckpointError)
 """Errors that a failing call may end a life with; anything else is a bug."""
 
-_SECONDS = 20.0
+_SECONDS = 120.0
 _LEFTOVER = re.compile(r"\..*(tmp|building|retired|removed)")
 
 

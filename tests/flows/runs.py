@@ -87,7 +87,8 @@ class Runs:
         """
         place = self.directory / f"steps-{len(self.started)}.json"
         place.write_text(json.dumps(steps))
-        self._start("tests.flows.in_process", str(place), fault="").wait(300)
+        limit = 300 + 60 * len(steps)
+        self._start("tests.flows.in_process", str(place), fault="").wait(limit)
         endings: list[str | None] = json.loads(place.read_text())
         # The steps are still there where the process itself has failed.
         assert endings != list(steps), self.output_path(len(self.started) - 1).read_text()
@@ -96,7 +97,7 @@ class Runs:
     def train(self, *overrides: str, fault: str = "", expect: int = 0) -> str:
         """Train to the end of the process; its output. Fails on another exit status."""
         process = self.start(*overrides, fault=fault)
-        process.wait(300)
+        process.wait(500)
         output = self.output_path(len(self.started) - 1).read_text()
         assert process.returncode == expect, output
         return output
@@ -110,7 +111,7 @@ class Runs:
             given = {**self.environment, "PYTHONPATH": str(REPOSITORY)}
             process = warm.start(name, [], given, self.directory, output.fileno(), imports)
         self.started.append(process)
-        process.wait(300)
+        process.wait(500)
         printed = self.output_path(len(self.started) - 1).read_text()
         assert process.returncode == 0, printed
         return printed

@@ -31,6 +31,8 @@ from tests.flows.test_debug import DEBUGGING
 from tests.learnt import SMALLEST_CHANGE, assert_learnt, largest_change, weights_in
 from tests.shared import free_port
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
 SHAPE = {"rank": 4, "alpha": 8}
 ADAPTER = (
     f"model.adapter={json.dumps(SHAPE)}",
@@ -41,7 +43,6 @@ ADAPTER = (
 )
 
 
-@pytest.mark.slow
 def test_killed_over_a_change_of_the_mesh_equals_an_undisturbed_run(runs: Runs) -> None:
     runs.train(*ADAPTER, "name=whole")
     runs.assert_learnt("whole")
@@ -122,7 +123,6 @@ def check_readers(runs: Runs) -> None:
     assert not torch.allclose(merged, base(tokens).logits.log_softmax(-1), atol=1e-2)
 
 
-@pytest.mark.slow
 def test_another_run_goes_on_with_the_pairs_and_they_are_served_and_debugged(runs: Runs) -> None:
     """It begins with them as the run that is given their directory does, and needs nothing of its
     ancestor afterwards."""

@@ -42,6 +42,7 @@ SUITES = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_mixture_with_a_curriculum_resumes_bit_for_bit(runs: Runs) -> None:
     overrides = [*MIXED, "name=whole"]
     assert runs.train_here({"overrides": overrides}) == [None]

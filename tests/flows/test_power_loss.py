@@ -78,6 +78,7 @@ def off(point: str, iteration: int, overrides: Sequence[str] = ()) -> Step:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "minibatches",
     [
@@ -124,7 +125,7 @@ def story(cases: Sequence[tuple[str, str]]) -> tuple[list[Step], list[Step]]:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(SOME, id="some", marks=pytest.mark.slow),
+        pytest.param(SOME, id="some", marks=[pytest.mark.slow, pytest.mark.timeout(1500)]),
         pytest.param(MANY, id="many", marks=[pytest.mark.campaign, pytest.mark.timeout(3600)]),
     ],
 )

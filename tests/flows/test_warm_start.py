@@ -36,6 +36,9 @@ from flows.cli.training import train as train_command
 from tests.flows.runs import KILLED, Runs
 from tests.learnt import SMALLEST_CHANGE, largest_change, weights_in
 
+pytestmark = pytest.mark.timeout(1500)
+"""Whichever test comes first waits for the whole story."""
+
 PENALTY = "algorithm.kl={placement: loss, coefficient: 0.5, reference: teacher@1, until: 3}"
 BEGUN = ("model.from=teacher@0", "seed=3", PENALTY)
 

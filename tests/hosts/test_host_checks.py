@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,13 @@ def config(tmp_path: Path) -> RunConfig:
     (model / "model.safetensors").write_bytes(bytes(3 << 20))
     settings = [f"runs_directory={tmp_path / 'runs'}", f"model.path={model}"]
     return load_config("tictactoe_tiny", settings)
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stalls while it asks for another's time takes its clock for wrong."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
 
 
 def test_hosts_that_agree(config: RunConfig, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import write_episodes
 from earl_core.trajectory.samples import Episode
+from tasks.tracking import tracker as tracker_module
 from tasks.tracking.tracker import Tracker
 from tests.kept import game, seal_episodes
 from tests.shared import free_port
@@ -29,7 +32,7 @@ from tests.shared import free_port
 HARDWARE = Hardware(cpu_cores=2, memory_bytes=8 * 2**30)
 
 
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
+def until(condition: Callable[[], Any], seconds: float = 180.0) -> bool:
     limit = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > limit:
@@ -74,7 +77,7 @@ class Server:
                 cwd=self.directory,
                 start_new_session=True,
             )
-        assert until(self.healthy, 60), (self.directory / "server.log").read_text()[-2000:]
+        assert until(self.healthy), (self.directory / "server.log").read_text()[-2000:]
 
     def healthy(self) -> bool:
         try:
@@ -153,7 +156,8 @@ class Runs:
         return run
 
     def tracker(self, run: RunDirectory, **settings: Any) -> Tracker:
-        tracker = Tracker(run, HARDWARE, **settings)
+        # What a test looks for must have arrived, however slow the machine is.
+        tracker = Tracker(run, HARDWARE, **{"flush_seconds": 300.0, **settings})
         self._trackers.append(tracker)
         return tracker
 
@@ -178,6 +182,45 @@ def runs(
     found = Runs(tmp_path)
     yield found
     found.close()
+
+
+Unsent = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def unsent(monkeypatch: pytest.MonkeyPatch) -> Unsent:
+    """A block during which MLflow is asked for nothing new: who waited there for an answer of it
+    would fail, and who was merely slow does not."""
+    let_go, waited = threading.Event(), []
+    let_go.set()
+
+    def held(real: Callable[..., Any]) -> Callable[..., Any]:
+        def first_wait(*given: Any) -> Any:
+            waited.append(let_go.wait(120))
+            return real(*given)
+
+        return first_wait
+
+    for name in ("open_mlflow_run", "unsent"):
+        monkeypatch.setattr(tracker_module, name, held(getattr(tracker_module, name)))
+
+    @contextmanager
+    def block() -> Iterator[None]:
+        let_go.clear()
+        try:
+            yield
+        finally:
+            let_go.set()
+        assert all(waited), "what is in the block waited for MLflow"
+
+    return block
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server that answers late does not count as one that is away."""
+    for name in ("HTTP_REQUEST_TIMEOUT", "ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setenv(f"MLFLOW_{name}", "120")
 
 
 def plan(reason: str = "the only candidate") -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -14,6 +13,7 @@ from tests.shared import free_port
 from tests.tracking.conftest import (
     Runs,
     Server,
+    Unsent,
     finish,
     history,
     learn,
@@ -29,12 +29,7 @@ def paused(server: Server) -> Iterator[Server]:
     server.go_on()
 
 
-def seconds_of(call: Any, *arguments: Any, **options: Any) -> float:
-    started = time.monotonic()
-    call(*arguments, **options)
-    return time.monotonic() - started
-
-
+@pytest.mark.usefixtures("patient")
 def test_a_run_is_whole_on_a_server(
     runs: Runs, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +57,7 @@ def test_a_run_is_whole_on_a_server(
     assert second.run_id == tracker.run_id
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_server_gets_the_paths_and_an_evaluation_is_a_child_once(
     runs: Runs, server: Server, policy: Path
 ) -> None:
@@ -99,18 +95,18 @@ def test_a_server_gets_the_paths_and_an_evaluation_is_a_child_once(
     assert third.dropped == 0
 
 
-def test_dead_at_start(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_at_start(runs: Runs, unsent: Unsent, caplog: pytest.LogCaptureFixture) -> None:
     uri = f"http://127.0.0.1:{free_port()}"
     run = runs.run(tracking={"uri": uri})
-    started = time.monotonic()
-    tracker = runs.tracker(run, retry_seconds=0.5)
-    finish(run, tracker, 0)
-    assert time.monotonic() - started < 4.0
+    with unsent():
+        tracker = runs.tracker(run, retry_seconds=0.5)
+        finish(run, tracker, 0)
     assert until(lambda: tracker.failing)
     for iteration in range(1, 4):
         finish(run, tracker, iteration)
         time.sleep(0.8)
-    assert seconds_of(tracker.close) < 4.0
+    with unsent():
+        tracker.close()
     assert tracker.run_id is None
     (warning,) = warnings_in(caplog)
     assert warning.name == "earl.tracking"
@@ -124,7 +120,9 @@ def test_hanging_at_start(runs: Runs, paused: Server, caplog: pytest.LogCaptureF
     tracker = runs.tracker(run)
     finish(run, tracker, 0)
     # Whoever ends before the first time-out waits for that and no longer.
-    assert seconds_of(tracker.close) < 8
+    started = time.monotonic()
+    tracker.close()
+    assert time.monotonic() - started < 25
     (warning,) = warnings_in(caplog)
     assert "does not answer in time" in warning.getMessage()
     assert tracker.failing
@@ -132,7 +130,11 @@ def test_hanging_at_start(runs: Runs, paused: Server, caplog: pytest.LogCaptureF
 
 @pytest.mark.slow
 def test_hanging_later_then_back(
-    runs: Runs, server: Server, caplog: pytest.LogCaptureFixture
+    runs: Runs,
+    server: Server,
+    unsent: Unsent,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = runs.run("hanging", tracking={"uri": server.uri})
     tracker = runs.tracker(run, retry_seconds=0.5)
@@ -140,15 +142,17 @@ def test_hanging_later_then_back(
     assert until(lambda: tracker.run_id and not tracker.waiting)
     server.pause()
     try:
-        for iteration in range(1, 4):
-            assert seconds_of(finish, run, tracker, iteration) < 4.0
-        assert until(lambda: tracker.failing, 60)
+        with unsent():
+            for iteration in range(1, 4):
+                finish(run, tracker, iteration)
+        assert until(lambda: tracker.failing)
         assert len(warnings_in(caplog)) == 1
         # Written while nothing was listening, by nobody's queue.
         run.append_metrics(4, {"rollout/return/mean": 0.4})
     finally:
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
         server.go_on()
-    assert until(lambda: not tracker.failing and not tracker.waiting, 60)
+    assert until(lambda: not tracker.failing and not tracker.waiting)
     finish(run, tracker, 5)
     tracker.close()
     assert history(server.uri, tracker.run_id) == {step: step / 10 for step in range(6)}
@@ -158,8 +162,9 @@ def test_hanging_later_then_back(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 def test_dead_later_then_another_attempt_completes_it(
-    runs: Runs, server: Server, caplog: pytest.LogCaptureFixture
+    runs: Runs, server: Server, unsent: Unsent, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = runs.run("killed", tracking={"uri": server.uri})
     tracker = runs.tracker(run)
@@ -170,7 +175,8 @@ def test_dead_later_then_another_attempt_completes_it(
         finish(run, tracker, 1)
         assert until(lambda: tracker.failing)
         finish(run, tracker, 2)
-        assert seconds_of(tracker.close) < 4.0
+        with unsent():
+            tracker.close()
         assert len(warnings_in(caplog)) == 1
     finally:
         server.start()
@@ -196,9 +202,9 @@ def test_a_server_that_flaps_gets_every_step_once(
         if iteration % 10 == 5:
             server.pause()
         if iteration % 10 == 9:
-            assert until(lambda: tracker.failing, 60)
+            assert until(lambda: tracker.failing)
             server.go_on()
-            assert until(lambda: not tracker.failing and not tracker.waiting, 60)
+            assert until(lambda: not tracker.failing and not tracker.waiting)
     tracker.close()
     assert sorted(history(server.uri, tracker.run_id)) == list(range(40))
     assert len(warnings_in(caplog)) == 1
