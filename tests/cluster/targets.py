@@ -17,7 +17,10 @@ from typing import Any, ClassVar
 from earl_core.cluster.rank_process import WorkerContext
 
 SLEEPER = "import time\nwhile True: time.sleep(1)"
-STUBBORN = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER
+STUBBORN = (
+    "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    f"print('stubborn', flush=True)\n{SLEEPER}"
+)
 
 
 class OutOfRoomError(RuntimeError):
@@ -108,6 +111,13 @@ class Target:
             self.context.report({"done": done})
             time.sleep(pause)
         return to
+
+    def ask(self, path: str) -> str:
+        """Report, and wait for what whoever hears of it writes."""
+        self.context.report({"asks": True})
+        while not Path(path).exists():
+            time.sleep(0.01)
+        return Path(path).read_text()
 
     def until_cancelled(self, give_up_after: float) -> str:
         self.context.report({"begun": True})

@@ -116,16 +116,23 @@ def test_an_exception_travels_with_its_payload_log_and_traceback(
     assert group.alive
 
 
-def test_progress_arrives_in_order_before_the_result(make_group: MakeGroup, site: Site) -> None:
+def test_progress_arrives_in_order_before_the_result(
+    make_group: MakeGroup, site: Site, tmp_path: Path
+) -> None:
     group = make_group()
     group.start({}, {}, world_size=2)
     seen: list[dict[str, Any]] = []
     assert group.call("count", to=50, on_progress=seen.append, **site) == [50, 50]
     for rank in (0, 1):
         assert [p["done"] for p in seen if p["rank"] == rank] == list(range(1, 51))
-    times: list[float] = []
-    group.call("count", to=3, pause=0.2, on_progress=lambda _: times.append(time.time()), **site)
-    assert max(times) - min(times) > 0.3
+    answer, whole = tmp_path / "answer", tmp_path / "whole"
+
+    def reply(progress: dict[str, Any]) -> None:
+        whole.write_text("heard")
+        whole.replace(answer)
+
+    told = group.call("ask", path=str(answer), on_progress=reply, **site)
+    assert told == ["heard", "heard"]
 
 
 def test_async_methods_share_one_loop_that_turns_between_calls(
@@ -135,9 +142,14 @@ def test_async_methods_share_one_loop_that_turns_between_calls(
     group.start({}, {})
     assert group.call("loop_id", **site) == group.call("loop_id", **site)
     group.call("start_ticking", **site)
-    before = group.call("ticks_now", **site)[0]
-    time.sleep(0.3)
-    assert group.call("ticks_now", **site)[0] > before + 5
+
+    def ticks_meanwhile() -> int:
+        before: int = group.call("ticks_now", **site)[0]
+        time.sleep(0.3)
+        now: int = group.call("ticks_now", **site)[0]
+        return now - before
+
+    assert any(ticks_meanwhile() > 5 for _ in range(20))
     assert group.call("own_loop", **site) == [42]
 
 
@@ -148,13 +160,13 @@ def test_a_deadline_ends_the_group_and_shows_where_it_hung(
     group.start({}, {}, world_size=2)
     pids = group.pids
     begin = time.monotonic()
-    with pytest.raises(WorkerLost, match=r"(?s)deadline of 0\.5 s.*_hang_here") as caught:
-        group.call("sleep", seconds=600, **{**site, "deadline_seconds": 0.5})
+    with pytest.raises(WorkerLost, match=r"(?s)deadline of 1\.5 s.*_hang_here") as caught:
+        group.call("sleep", seconds=600, **{**site, "deadline_seconds": 1.5})
     assert time.monotonic() - begin < 60
     assert "iteration 7" in str(caught.value)
     assert not group.alive
     assert caught.value.how == "deadline"
-    with pytest.raises(WorkerLost, match=r"deadline of 0\.5 s"):
+    with pytest.raises(WorkerLost, match=r"deadline of 1\.5 s"):
         group.call("echo", value=1, **site)
     assert gone_within(pids, 60)
     group.start({}, {})

@@ -54,12 +54,11 @@ def test_ending_a_tree_is_polite_first_and_sure_at_last() -> None:
     script = (
         "import subprocess, sys, time; "
         f"subprocess.Popen([sys.executable, '-S', '-c', {STUBBORN!r}]); "
-        "print('up', flush=True); time.sleep(600)"
+        "time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE)
     assert parent.stdout is not None
-    parent.stdout.readline()
-    time.sleep(0.2)
+    assert parent.stdout.readline() == b"stubborn\n"
     found = inspect(parent.pid)
     assert found is not None
     tree = [found, *descendants(parent.pid)]

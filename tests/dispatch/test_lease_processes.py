@@ -129,7 +129,8 @@ def _chase(pipe: Connection, directory: Path) -> None:
     """Read whatever is visible; what is leased must be what its name says."""
     pipe.send("ready")
     read = gone = 0
-    while not pipe.poll():
+    patience = time.monotonic() + 60
+    while not pipe.poll() or (not gone and time.monotonic() < patience):
         for name in visible(directory):
             try:
                 with closing(map_shared(directory / name, 20_480)) as mapped:
@@ -155,9 +156,11 @@ def test_readers_never_see_another_generation(pool: SegmentPool) -> None:
         for child in (*writers, *readers):
             assert child.hear() == "ready"
         time.sleep(3)
-        for child in (*readers, *writers):
+        for child in readers:
             child.pipe.send("stop")
         counts = [reader.hear() for reader in readers]
+        for child in writers:
+            child.pipe.send("stop")
         turns = [writer.hear() for writer in writers]
     finally:
         for child in (*writers, *readers):

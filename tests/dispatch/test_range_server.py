@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,11 @@ from earl_core.dispatch.remote.tcp import ClientLimits, TcpTransport
 from earl_core.dispatch.remote.transport import Range, RemoteRead
 from tests.dispatch.hosts import TOKEN, destination, file_bytes, make_shard, whole
 
-HASTY = ServerLimits(
-    max_request_bytes=2**20,
-    max_ranges=16,
-    max_connections=4,
-    handshake_seconds=0.4,
-    idle_seconds=0.6,
-    request_seconds=0.4,
-    send_seconds=0.5,
+SMALL = ServerLimits(
+    max_request_bytes=2**20, max_ranges=16, max_connections=4, handshake_seconds=2.0
+)
+HASTY = replace(
+    SMALL, handshake_seconds=0.4, idle_seconds=0.6, request_seconds=0.4, send_seconds=0.5
 )
 
 
@@ -48,6 +46,12 @@ def entry(store: ShardStore) -> ShardEntry:
 
 @pytest.fixture
 def server(store: ShardStore) -> Iterator[RangeServer]:
+    with RangeServer(store.directory, TOKEN, limits=SMALL) as made:
+        yield made
+
+
+@pytest.fixture
+def hasty(store: ShardStore) -> Iterator[RangeServer]:
     with RangeServer(store.directory, TOKEN, limits=HASTY) as made:
         yield made
 
@@ -128,7 +132,7 @@ def test_requests_that_are_too_large_are_refused(
     client = connect(server)
     start, _ = entry.columns["tokens"].values
     proof = Proof.of(entry)
-    big = Range(entry.file, entry.generation, start, HASTY.max_request_bytes + 1)
+    big = Range(entry.file, entry.generation, start, SMALL.max_request_bytes + 1)
     client.sendall(protocol.pack_request(7, [proof], [big]))
     number, status, message = answer(client)
     assert (number, status) == (7, protocol.Status.FAILED)
@@ -136,7 +140,7 @@ def test_requests_that_are_too_large_are_refused(
     fits = big._replace(length=100)
     client.sendall(protocol.pack_request(8, [proof], [fits]))
     assert answer(client) == (8, protocol.Status.OK, file_bytes(store, fits)), "still in step"
-    client.sendall(protocol.pack_request(9, [proof], [fits] * (HASTY.max_ranges + 1)))
+    client.sendall(protocol.pack_request(9, [proof], [fits] * (SMALL.max_ranges + 1)))
     number, status, message = answer(client)
     assert (number, status) == (9, protocol.Status.FAILED)
     assert b"ranges" in message
@@ -251,20 +255,20 @@ def _head_without_body(server: RangeServer) -> socket.socket:
     ids=lambda f: f.__name__,
 )
 def test_half_open_connections_are_closed(
-    server: RangeServer,
+    hasty: RangeServer,
     store: ShardStore,
     entry: ShardEntry,
     behave: Callable[[RangeServer], socket.socket],
 ) -> None:
-    clients = [behave(server) for _ in range(HASTY.max_connections)]
+    clients = [behave(hasty) for _ in range(HASTY.max_connections)]
     assert all(ended(client) for client in clients)
     for client in clients:
         client.close()
-    assert serves(server, store, entry), "their places are free again"
+    assert serves(hasty, store, entry), "their places are free again"
 
 
 def test_clients_that_do_not_read_are_given_up(
-    server: RangeServer, store: ShardStore, entry: ShardEntry
+    hasty: RangeServer, store: ShardStore, entry: ShardEntry
 ) -> None:
     item = Range(entry.file, entry.generation, entry.columns["tokens"].values[0], 2**20)
     slow = []
@@ -272,25 +276,25 @@ def test_clients_that_do_not_read_are_given_up(
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.close()
-        client = connect(server)
+        client = connect(hasty)
         # More than the kernel's buffers of both ends take.
         for number in range(40):
             with contextlib.suppress(OSError):
                 client.sendall(protocol.pack_request(number, [Proof.of(entry)], [item]))
         slow.append(client)
     deadline = time.monotonic() + 60
-    while server._open and time.monotonic() < deadline:
+    while hasty._open and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not server._open
+    assert not hasty._open
     for client in slow:
         client.close()
-    assert serves(server, store, entry)
+    assert serves(hasty, store, entry)
 
 
 def test_too_many_connections_are_turned_away(
     server: RangeServer, store: ShardStore, entry: ShardEntry
 ) -> None:
-    clients = [connect(server) for _ in range(HASTY.max_connections)]
+    clients = [connect(server) for _ in range(SMALL.max_connections)]
     with socket.create_connection(server.address, timeout=10) as another:
         assert ended(another)
     for client in clients:
@@ -372,7 +376,7 @@ def test_a_stopped_server_times_out_and_a_killed_one_is_noticed(
     try:
         assert child.stdout is not None
         address = ("127.0.0.1", int(child.stdout.readline()))
-        limits = ClientLimits(connect_seconds=0.5, stall_seconds=0.5)
+        limits = ClientLimits(connect_seconds=1.0, stall_seconds=1.0)
         transport = TcpTransport({"a": address}, TOKEN, limits)
         item = whole(entry)
         proofs = {entry.file: Proof.of(entry)}

@@ -226,7 +226,7 @@ def test_bytes_damaged_on_the_way_are_found(entry: ShardEntry) -> None:
         client.sendall(protocol.pack_response(number, protocol.Status.OK, size, 1234) + bytes(size))
 
     with _fake(lie) as address, pytest.raises(TransportError, match="on the way"):
-        read(TcpTransport({"a": address}, TOKEN, SOON), entry, whole(entry, "reward"))
+        read(TcpTransport({"a": address}, TOKEN), entry, whole(entry, "reward"))
 
 
 def test_requests_in_flight_are_bounded(

@@ -31,23 +31,27 @@ class Counting:
     def __init__(self) -> None:
         self.policy_version = 0
         self.inside: set[int] = set()
+        self.grown: set[int] = set()
         self._ended: set[int] = set()
+        self._random = random.Random(5)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         (asked,) = requests
         assert asked.form is None or asked.begun is None, "an answer of a form goes on"
-        await asyncio.sleep(random.choice([0, 0, 0, 1e-3]))
+        for _ in range(self._random.choice([0, 0, 0, 5])):
+            await asyncio.sleep(0)
         self.inside.add(asked.sequence_id)
         self._ended.discard(asked.sequence_id)
         version, tokens, reason = self.policy_version, list[int](), "length"
         first = len(asked.sampled)
         while first + len(tokens) < (asked.max_tokens or 0):
-            await asyncio.sleep(1e-4)
+            await asyncio.sleep(0)
             if asked.sequence_id in self._ended:
                 reason = "cancelled"
                 break
             assert version == self.policy_version, "weights changed under an answer"
             tokens.append(first + len(tokens))
+            self.grown.add(asked.sequence_id)
             if asked.on_tokens:
                 asked.on_tokens(tokens[-1:])
         self.inside.discard(asked.sequence_id)
@@ -60,7 +64,6 @@ class Counting:
 
 
 def test_answers_stop_and_go_on_whole_and_those_that_are_cancelled_end() -> None:
-    random.seed(5)
     inner: Any = Counting()
     engine = InterruptibleEngine(inner)
 
@@ -73,8 +76,16 @@ def test_answers_stop_and_go_on_whole_and_those_that_are_cancelled_end() -> None
     async def work() -> list[Completion]:
         answers = [asyncio.create_task(answer(number)) for number in range(ANSWERS)]
         cancelled = set(range(0, ANSWERS, 7))
+
+        def half_grow() -> bool:
+            """Whether half of the open answers without a form have tokens of these weights."""
+            free = {n for n, each in enumerate(answers) if n % 5 and not each.done()}
+            return 2 * len(free & inner.grown) >= len(free)
+
         for version in range(1, 6):
-            await asyncio.sleep(1e-3)
+            inner.grown.clear()
+            while not half_grow():
+                await asyncio.sleep(0)
             await engine.hold()
             assert not inner.inside
             inner.policy_version = version

@@ -39,16 +39,12 @@ def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def _greedy(
-    driver: Driver, count: int = 6, tokens: int = 16, together: bool = True
-) -> list[Completion]:
-    """together: in batches, which depend on when requests arrive, and bfloat16 on batches."""
+def _greedy(driver: Driver, count: int = 6, tokens: int = 16) -> list[Completion]:
+    """One after the other: batches depend on when requests arrive, and bfloat16 on batches."""
     requests = [
         request(index, prompt_of(index, 20 + index), temperature=0.0, max_tokens=tokens)
         for index in range(count)
     ]
-    if together:
-        return driver.generate(requests)
     return [driver.generate([each])[0] for each in requests]
 
 
@@ -177,12 +173,12 @@ def test_smollm2_is_updated_exactly_and_matches_transformers(tmp_path: Path, scr
         moved = np.abs(_difference(model, prompt, answer)).mean()
         assert moved > 10 * noise
         driver.run(driver.engine.play_under(manifest))
-        updated = _greedy(driver, together=False)
+        updated = _greedy(driver)
     finally:
         _end(driver, before)
     driver = start("vllm", tmp_path / "moved", scratch, dtype="bfloat16")
     try:
-        fresh = _greedy(driver, together=False)
+        fresh = _greedy(driver)
         np.testing.assert_array_equal(_logprobs(updated), _logprobs(fresh))
     finally:
         _end(driver, before)

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from earl_core.environments.base import EnvironmentFailed
+from earl_core.environments.hosting.host_process import HostProcess
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.system.errors import ConfigError
 from tests.environments.test_pool import COUNTING, USER, alive, running, until
 
 
-async def test_mistakes_show_at_the_start(tmp_path: Path) -> None:
+async def test_mistakes_show_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, options, match in (
         (f"{USER}:Refusing", {}, "no sandbox here"),
         ("tic_tac_toe", {"oponent": 1}, "unknown option 'oponent'"),
@@ -23,8 +24,11 @@ async def test_mistakes_show_at_the_start(tmp_path: Path) -> None:
         pool = EnvironmentPool(name, options, hosts=2, log_path=tmp_path / "hosts.log")
         with pytest.raises(ConfigError, match=match):
             await pool.start()
-    late = EnvironmentPool(f"{USER}:NeverReady", start_timeout_seconds=4)
-    told = r"was not ready after 4 s \(environment.start_tim[\s\S]*user_environments.py"
+    # A host counts from when it is up, which takes a while on a busy machine: it hears of less.
+    send, less = HostProcess.send, {"start_timeout_seconds": 1}
+    monkeypatch.setattr(HostProcess, "send", lambda host, told: send(host, {**told, **less}))
+    late = EnvironmentPool(f"{USER}:NeverReady", start_timeout_seconds=5)
+    told = r"was not ready after 5 s \(environment.start_tim[\s\S]*user_environments.py"
     with pytest.raises(ConfigError, match=told):
         await late.start()
     with pytest.raises(RuntimeError, match="await start"):

@@ -83,7 +83,7 @@ def test_a_server_over_pipes_one_that_dies_and_a_host_that_dies() -> None:
             "8",
             "Error: double cannot take these arguments: 'x' is not of type 'integer' of number",
             "Error: Error executing tool fail",
-            "Error: wait took over 3 s",
+            "Error: wait took over 5 s",
             "a secret",
             "bought tea",
         ]
@@ -98,11 +98,11 @@ def test_a_server_over_pipes_one_that_dies_and_a_host_that_dies() -> None:
         os.kill(host, signal.SIGKILL)
         with pytest.raises(EnvironmentFailed, match="cannot be played again"):
             await pool.step(2, "x")
-        assert not psutil.wait_procs(servers, timeout=10)[1]
+        assert not psutil.wait_procs(servers, timeout=60)[1]
         await pool.reset(3, 0, 0)
         assert texts(await pool.use_tools(3, calling(call("double", number=6)))) == ["12"]
 
-    in_pool(scenario, tools=(), mcp=OVER_PIPES, tool_timeout_seconds=3.0)
+    in_pool(scenario, tools=(), mcp=OVER_PIPES, tool_timeout_seconds=5.0)
 
 
 def test_a_server_over_http() -> None:
@@ -136,11 +136,13 @@ def test_an_episode_has_a_server_of_its_own_until_it_ends() -> None:
         assert first in servers
         assert len(servers) == 2
         await pool.close(1)
-        gone, left = await asyncio.to_thread(psutil.wait_procs, servers, 3)
-        assert len(gone) == len(left) == 1
+        limit, left = time.monotonic() + 60, servers
+        while len(left) == 2 and time.monotonic() < limit:
+            _, left = await asyncio.to_thread(psutil.wait_procs, servers, 0.2)
+        assert len(left) == 1
         assert await remembered(pool, 0) == ["0 0"]
 
-    in_pool(scenario, tools=(), mcp=OVER_PIPES, tool_timeout_seconds=3.0)
+    in_pool(scenario, tools=(), mcp=OVER_PIPES, tool_timeout_seconds=60.0)
 
 
 def test_a_host_shares_a_server_that_keeps_nothing_and_tools_are_chosen_and_named() -> None:

@@ -189,7 +189,7 @@ async def test_a_thread_that_cannot_be_ended_costs_its_host_only() -> None:
         (old,) = pool.host_pids
         with pytest.raises(EnvironmentFailed, match="timeout"):
             await pool.step(2, "stubborn")
-        for _ in range(200):
+        for _ in range(1200):
             if pool.host_restarts:
                 break
             await asyncio.sleep(0.05)
@@ -286,12 +286,12 @@ async def test_a_call_over_its_deadline_costs_its_episode_and_its_host(
 ) -> None:
     """Asleep or busy, in a thread or in the event loop, which stands still in the last two. A
     coroutine that waits is cancelled instead."""
-    async with running(name, step_timeout_seconds=0.5) as pool:
+    async with running(name, step_timeout_seconds=0.7) as pool:
         (old,) = pool.host_pids
         for episode in range(6):
             await pool.reset(episode, episode, 7)
             await pool.step(episode, "a")
-        waits = "wait 0.2" if name == WAITING else "sleep 0.2"
+        waits = "wait 0.1" if name == WAITING else "sleep 0.1"
         under_way = [asyncio.create_task(pool.step(episode, waits)) for episode in (1, 2)]
         with pytest.raises(EnvironmentFailed) as raised:
             await pool.step(0, text)

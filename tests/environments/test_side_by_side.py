@@ -40,16 +40,18 @@ async def test_threads_are_bounded_and_waiting_for_one_is_not_over_the_deadline(
         assert pool.host_restarts == 0
 
 
-async def test_slow_calls_run_side_by_side() -> None:
-    async with running(COUNTING) as pool:
+async def test_slow_calls_run_side_by_side(tmp_path: Path) -> None:
+    async with running(COUNTING, {"directory": str(tmp_path)}) as pool:
         await asyncio.gather(*(pool.reset(i, i, 7) for i in range(40)))
-        began = time.monotonic()
-        steps = [asyncio.create_task(pool.step(i, "sleep 1")) for i in range(30)]
+        text, begun = f"until {tmp_path / 'end'}", tmp_path / "until"
+        steps = [asyncio.create_task(pool.step(i, text)) for i in range(30)]
+        while not begun.exists() or len(begun.read_text()) < 30:
+            await asyncio.sleep(0.01)
         fast = await asyncio.gather(*(pool.step(i, "x") for i in range(30, 40)))
         assert len(fast) == 10
         assert not any(step.done() for step in steps)
+        (tmp_path / "end").touch()
         await asyncio.gather(*steps)
-        assert time.monotonic() - began < 25
 
 
 async def test_a_closed_episodes_coroutine_is_cancelled(tmp_path: Path) -> None:
@@ -92,13 +94,14 @@ async def test_closing_and_cancelling(tmp_path: Path) -> None:
     async with running(COUNTING, options) as pool:
         await pool.reset(1, 1, 7)
         await pool.reset(2, 2, 7)
-        step = asyncio.create_task(pool.step(1, "sleep 0.2"))
+        step = asyncio.create_task(pool.step(1, f"until {tmp_path / 'end'}"))
         await asyncio.sleep(0.05)
         with pytest.raises(ValueError, match="call under way"):
             await pool.step(1, "x")
         await pool.close(1)
         with pytest.raises(asyncio.CancelledError):
             await step
+        (tmp_path / "end").touch()
         await pool.close(1)  # once more does nothing
         with pytest.raises(ValueError, match="not open"):
             await pool.step(1, "x")

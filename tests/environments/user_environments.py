@@ -85,6 +85,9 @@ class Counting:
             raise GeneratorExit
         if command == "sleep":
             time.sleep(float(argument))
+        if command == "until":
+            while not Path(argument).exists():
+                time.sleep(0.01)
         if command == "nap":
             began = time.monotonic()
             time.sleep(float(argument))
@@ -283,6 +286,10 @@ def illegal_opponent(game: Any, observation: str, random_source: random.Random) 
     return "[99 99]"
 
 
+WAITS_MILLISECONDS = 150
+"""Of a whole episode: several times what all its calls cost on a busy machine."""
+
+
 class Trying:
     """One turn; what is wrong with it is said by its option."""
 
@@ -314,14 +321,14 @@ class Trying:
         self.turns += 1
         if self.fault == "raises":
             int(text)
-        if self.fault == "waits":
-            ctypes.PyDLL(None).usleep(20_000)
+        if self.fault == "waits" and self.turns == 1:
+            ctypes.PyDLL(None).usleep(1000 * WAITS_MILLISECONDS)
         if self.fault == "computes":
             ended = time.thread_time() + 0.02
             while time.thread_time() < ended:
                 pass
-        if self.fault == "sleeps":
-            time.sleep(0.02)
+        if self.fault == "sleeps" and self.turns == 1:
+            time.sleep(WAITS_MILLISECONDS / 1000)
         extra = {
             "seeds": str(random.random()),
             "counts": str(Trying.made),
@@ -340,7 +347,8 @@ class Held(Trying):
     """Its coroutines keep the event loop while they wait."""
 
     async def step(self, text: str) -> StepResult:  # type: ignore[override]
-        time.sleep(0.02)
+        if self.turns == 0:
+            time.sleep(WAITS_MILLISECONDS / 1000)
         return super().step(text)
 
 

@@ -56,7 +56,7 @@ async def rewarded(tmp_path: Path, config: RunConfig) -> tuple[list[float], dict
 
 async def test_ratings_in_files_are_waited_for_and_kept_for_a_resume(tmp_path: Path) -> None:
     directory = tmp_path / "ratings"
-    config = later(tmp_path, directory=str(directory))
+    config = later(tmp_path, directory=str(directory), deadline_seconds=4.0)
 
     async def rate(numbers: list[int]) -> list[Path]:
         given: list[Path] = []
@@ -76,7 +76,7 @@ async def test_ratings_in_files_are_waited_for_and_kept_for_a_resume(tmp_path: P
     with pytest.raises(EarlError) as caught:
         await rewarded(tmp_path, config)
     assert str(caught.value).startswith(
-        "'people' has given no score for episodes 3 (no score came within 2 s): have 'people' "
+        "'people' has given no score for episodes 3 (no score came within 4 s): have 'people' "
         "score them, or raise its deadline_seconds, and resume"
     )
     assert caught.value.payload["lacking"] == [3]

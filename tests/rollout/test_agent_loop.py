@@ -273,9 +273,10 @@ def test_a_template_that_rewrites_answers_begins_new_samples() -> None:
 @BOTH
 def test_an_episode_over_its_time_is_asked_no_more(lockstep: bool) -> None:
     engine = ScriptedEngine(lambda i, _: 1, STOP, lockstep=lockstep)
-    pool = ScriptedEnvironments(lambda i: 1000 if i % 2 else 1, seconds=0.02)
-    options = {"max_turns": 1000, "max_failed_share": 1.0, "episode_seconds": 0.3}
-    episodes = played(engine, pool, 4, **options)
+    pool = ScriptedEnvironments(lambda i: 1000 if i % 2 else 1)
+    # A second for each turn of the longest.
+    options = {"clock": lambda: max(pool._played.values(), default=0), "episode_seconds": 50}
+    episodes = played(engine, pool, 4, max_turns=1000, max_failed_share=1.0, **options)
     reasons = ["done", "environment_timeout"] * 2
     assert [episode.finish_reason for episode in episodes] == reasons
     assert "environment.episode_timeout_seconds" in str(episodes[1].info["failure"])

@@ -160,26 +160,47 @@ def test_a_streamed_answer_is_the_same_answer(model: Path) -> None:
     assert first == second != ""
 
 
-class Slow(ScriptedEngine):
-    """Takes a while."""
+class Hanging(ScriptedEngine):
+    """Answers nothing while it `hangs`."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda sequence, turn: 2, STOP, lockstep=False)
+        self.hangs = False
+        self.asked, self.given_up = asyncio.Event(), asyncio.Event()
 
     async def generate(self, requests: Any) -> list[Completion]:
-        await asyncio.sleep(0.5)
+        if self.hangs:
+            self.asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.given_up.set()
         return await super().generate(requests)
 
 
 def test_a_request_whose_client_is_gone_has_not_been() -> None:
-    engine = Slow(lambda sequence, turn: 2, STOP, lockstep=False)
+    engine = Hanging()
+
+    async def give_up(asking: Asking, body: Any) -> None:
+        engine.hangs = True
+        posting = asyncio.create_task(asking.post(body))
+        await engine.asked.wait()
+        engine.asked.clear()
+        engine.hangs = False
+        posting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await posting
 
     async def scenario(asking: Asking) -> None:
-        with pytest.raises(httpx.TimeoutException):
-            await asking.post(HELLO, timeout=0.2)
+        await give_up(asking, HELLO)
         text = (await asking.post(HELLO)).json()["choices"][0]["message"]["content"]
         messages = [*HELLO["messages"], {"role": "assistant", "content": text}]  # type: ignore[misc]
         following = [*messages, {"role": "user", "content": "and"}]
-        with pytest.raises(httpx.TimeoutException):
-            await asking.post({"messages": following}, timeout=0.2)
+        await engine.given_up.wait()
+        engine.given_up.clear()
+        await give_up(asking, {"messages": following})
         assert (await asking.post({"messages": following})).status_code == 200
+        await engine.given_up.wait()
         (sample,) = asking.session.end(1.0, {}).samples
         assert len(sample.turn_starts) == 2
         assert Counter(sample.loss_mask)[1] == 6

@@ -30,9 +30,11 @@ class DyingEngine(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__(lambda sequence, turn: 3, CHAT.stop_token_ids[0], lockstep=False)
+        self.silent = 0
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         if any(self._turns.get(each.sequence_id) for each in requests):
+            self.silent += 1
             await asyncio.Event().wait()
         return await super().generate(requests)
 
@@ -50,9 +52,11 @@ def test_what_a_lost_engine_has_played_goes_on_and_nothing_of_it_is_left() -> No
     engine = ScriptedEngine(lambda sequence, turn: 5, CHAT.stop_token_ids[0], lockstep=False)
 
     async def work() -> tuple[GroupRecord, Any]:
-        lost = player_of(DyingEngine(), pool)
+        dying = DyingEngine()
+        lost = player_of(dying, pool)
         lost.admit(0, SPECS)
-        assert await lost.finished(0.05) == []
+        while dying.silent < len(SPECS):
+            assert await lost.finished(0.01) == []
         left = await lost.unfinished()
         with pytest.raises(EngineLost, match="it died"):
             await lost.close()
@@ -85,9 +89,11 @@ def test_an_episode_that_its_environment_has_failed_begins_again_elsewhere() -> 
     engine = ScriptedEngine(lambda sequence, turn: 5, CHAT.stop_token_ids[0], lockstep=False)
 
     async def work() -> tuple[list[bool], Any]:
-        lost = player_of(DyingEngine(), broken)
+        dying = DyingEngine()
+        lost = player_of(dying, broken)
         lost.admit(0, SPECS)
-        assert await lost.finished(0.05) == []
+        while dying.silent < 2 or 1 not in broken.closed:
+            assert await lost.finished(0.01) == []
         record = GroupRecord.load((await lost.unfinished())[0].dump())
         with pytest.raises(EngineLost, match="it died"):
             await lost.close()

@@ -114,6 +114,7 @@ class Setting:
 
 @pytest.fixture
 def setting(tmp_path: Path, model: Path) -> Setting:
+    torch.manual_seed(0)
     return Setting(tmp_path, model)
 
 
