@@ -104,7 +104,7 @@ def test_kills_at_any_moment_leave_nothing_behind(kills: int, tmp_path: Path) ->
     controller = context.Process(target=control, args=(board, config, os.getpid()))
     controller.start()
     try:
-        stuck = time.monotonic() + 600
+        stuck = time.monotonic() + 540
         while victims.count < kills or not (restarts and victims.everywhere):
             assert time.monotonic() < stuck, "the run got stuck"
             seen |= set(board.pids)
@@ -141,7 +141,8 @@ def check_records(run: Path, restarts: int) -> None:
         # The ledger is no record of state: a kill between the marker and the line costs the line.
         # Then the next attempt has nothing to do with the iteration any more.
         assert iteration in stable or max(attempts) < lines[-1]["attempt"], iteration
-    assert len(stable) > max(stable) + 1 - restarts / 4
+    # One line for a kill at most.
+    assert len(stable) >= max(stable) + 1 - restarts
     assert json.loads((run / "run.json").read_text())["finished"]
     assert {line["attempt"] for line in lines} <= set(range(1, restarts + 2))
     assert any(line["event"] == "reused" for line in lines)
