@@ -113,9 +113,14 @@ class WorkerError(EarlError):
     def log_tail(self) -> str:
         return self.where.log_tail
 
-    def __str__(self) -> str:
+    @property
+    def problem(self) -> str:
+        """The message without the worker's log."""
         text = f"{self.where.sentence()}: {self.reason}"
-        text = text[0].upper() + text[1:]
+        return text[0].upper() + text[1:]
+
+    def __str__(self) -> str:
+        text = self.problem
         if not self.where.log_tail:
             return (
                 f"{text}\nIts log {self.where.log_path} is empty." if self.where.log_path else text

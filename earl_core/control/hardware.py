@@ -37,7 +37,7 @@ def with_network(hardware: Hardware, hosts: Sequence[Host], fetch_bandwidth: flo
     found, beside = {"fetch_bandwidth": fetch_bandwidth}, 0.0
     if hardware.gpus and len(hosts) > 1:
         beside = min(host.resources.rdma_bandwidth for host in hosts)
-    if between := beside or fetch_bandwidth:
+    if between := max(beside, fetch_bandwidth):
         found["network_bandwidth"] = between
     return hardware.model_copy(update=found)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
-from earl_core.selector.profile.observations import Observation, refined
+from earl_core.selector.profile.observations import INFEASIBLE, Observation, refined
 from earl_core.selector.profile.profile_table import (
     ProfileError,
     ProfileTable,
@@ -135,13 +135,19 @@ class RunHistory:
 
     def known_to(self, iteration: int, fresh: bool = False) -> list[Observation]:
         """List the observations that the choice of an iteration goes by, oldest first: its own,
-        those of the iterations that have ended when it begins, and those by which one between them
-        divided the devices anew. fresh: only those that this process added."""
+        those of the iterations that have ended when it begins, and what did not fit in one between
+        them that divided the devices anew. fresh: only those that this process added."""
         ended = iteration - 1 - self._run.config.schedule.staleness
-        own = {iteration, *self.divided_anew(iteration)}
+        anew = self.divided_anew(iteration)
         with self._lock:
             seen = self._seen[self._inherited if fresh else 0 :]
-        return [each for each in seen if each.iteration <= ended or each.iteration in own]
+        return [
+            each
+            for each in seen
+            if each.iteration <= ended
+            or each.iteration == iteration
+            or (each.iteration in anew and each.kind in INFEASIBLE)
+        ]
 
     def divided_anew(self, iteration: int) -> dict[int, int]:
         """Return the iterations that this one runs ahead of which divided the devices anew, and the

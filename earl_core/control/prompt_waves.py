@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from earl_core.config import ConfigError, RunConfig
@@ -172,7 +171,7 @@ def whole_rollout(config: RunConfig, sealed: Sequence[Manifest]) -> dict[str, An
         **_over(rollouts, max, "replicas", "peak_bytes", "reserved_bytes"),
         **_over(rollouts, max, *(n for n in rollouts[0].metrics if n.startswith("probe_"))),
         **_over(rollouts, math.fsum, "replicas_lost", "stage_seconds"),
-        **_over(rollouts, fmean, *filter(_OF_ROWS.match, rollouts[0].metrics)),
+        **_of_rows(rollouts),
         "waves": float(len(rollouts)),
         "prompts": float(played),
         "groups_different": float(len(judged.different)),
@@ -238,6 +237,19 @@ def _over(waves: Sequence[Manifest], join: Any, *names: str) -> dict[str, float]
     return {name: float(join(values)) for name, values in found.items() if values}
 
 
+def _of_rows(waves: Sequence[Manifest]) -> dict[str, float]:
+    """Join the metrics of `RowDraws` over the waves, by the episodes that each has of their
+    environment."""
+    found: dict[str, float] = {}
+    for name in sorted({name for each in waves for name in each.metrics if _OF_ROWS.match(name)}):
+        episodes = name.partition("rows/")[0] + "episodes"
+        those = [each.metrics for each in waves if name in each.metrics]
+        weights = [each[episodes] or 1e-9 for each in those]
+        told = math.fsum(w * each[name] for w, each in zip(weights, those, strict=True))
+        found[name] = told / math.fsum(weights)
+    return found
+
+
 def cursor_after(run: RunDirectory, iteration: int) -> Cursor | None:
     """Return the places that the environments of a mixture have reached after an iteration, as its
     seal has them; None where none has."""
@@ -269,8 +281,8 @@ def learnt_before(run: RunDirectory, cursor: Cursor, iteration: int) -> Cursor:
     """Return the places with what the curriculum learns for an iteration: of the returns of the
     last one that has ended whenever its episodes may begin."""
     ended = iteration - 1 - run.config.schedule.staleness
-    if run.config.curriculum is None or ended < 0 or run.config.imitates(ended):
+    if run.config.curriculum is None or ended < 0:
         return cursor
-    returns = run.manifest(ended, "reward").outputs.get("returns", {})
+    returns = run.rewards(ended).get("returns", {})
     rewarded = {label: GroupReturns.model_validate(each) for label, each in returns.items()}
     return learn(cursor, rewarded, run.config.curriculum)

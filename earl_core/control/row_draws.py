@@ -60,13 +60,11 @@ class RowDraws:
     def _results(self, iteration: int) -> Mapping[str, Results]:
         """The results of an iteration, none where it has none of a label. Read again where the file
         is another one, as in a run that has gone back. Raises `ManifestError`."""
-        if self._run.config.imitates(iteration):
-            return _NOTHING
         path = self._run.stage_path(iteration, "reward")
         status = path.stat() if path.exists() else None
         stamp = (status.st_ino, status.st_mtime_ns, status.st_size) if status else None
         if iteration not in self._read or self._read[iteration][0] != stamp:
-            told = self._run.manifest(iteration, "reward").outputs.get("rows", {})
+            told = self._run.rewards(iteration).get("rows", {})
             found = defaultdict(_none, {label: results_of(each) for label, each in told.items()})
             self._read[iteration] = stamp, found
         return self._read[iteration][1]
@@ -74,6 +72,3 @@ class RowDraws:
 
 def _none() -> Results:
     return results_of([])
-
-
-_NOTHING: Mapping[str, Results] = defaultdict(_none)

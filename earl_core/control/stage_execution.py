@@ -121,7 +121,7 @@ def _measured(
         requests = load.offered(candidate)
     else:
         rate = training_rate(load, seconds)
-    shares = predictor.given.divides and predictor.division.placement == "shared"
+    shares = controller.config.divides and predictor.division.placement == "shared"
     # Engines that nobody waited for may have had nothing to play.
     if shares or metrics.get("stage_seconds", seconds) < _LEAST_WAITED * seconds:
         # The seconds of two stages on the same cores say nothing of either by itself.

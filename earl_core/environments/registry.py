@@ -47,10 +47,16 @@ def can_replay(made: object, configured: bool, mcp: Sequence[Any]) -> bool:
     return same and not (mcp or getattr(made, "wants_policy", False))
 
 
+MOST_PROMPTS = 10**8
+"""A curriculum over prompts has some numbers for each."""
+
+
 def prompt_count(made: object) -> int:
-    """The number of prompts after which they come again; 0 where the environment does not say."""
+    """The number of prompts after which they come again; 0 where the environment does not say, or
+    not by an integer up to `MOST_PROMPTS`."""
     count = getattr(made, "prompt_count", 0)
-    return count if isinstance(count, int) else 0
+    known = not isinstance(count, bool) and hasattr(count, "__index__")
+    return int(count) if known and 0 <= int(count) <= MOST_PROMPTS else 0
 
 
 _FORWARDING = ("__getattr__", "__getattribute__")

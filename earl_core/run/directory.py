@@ -175,6 +175,14 @@ class RunDirectory:
         """Return the path of a stage's sealed manifest."""
         return sealed_path(self.path, iteration, stage)
 
+    def rewards(self, iteration: int) -> dict[str, Any]:
+        """Return the outputs of an earlier iteration's rewards; none of one that has imitated, as
+        its seals say, whatever the settings are now. Raises `ManifestError`."""
+        imitated = self.stage_path(iteration, "demonstrate").exists()
+        if imitated and not self.stage_path(iteration, "reward").exists():
+            return {}
+        return self.manifest(iteration, "reward").outputs
+
     def episodes_path(self, iteration: int) -> Path:
         """Return the path of an iteration's kept episodes."""
         return self.stage_path(iteration, "episodes").with_suffix(".parquet")

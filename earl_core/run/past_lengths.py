@@ -129,7 +129,10 @@ class Repeating:
         return int(self._hashes[place]) if known else None
 
     def _candidates(self) -> Iterable[int]:
-        """Distances at which the last text stands already, ascending."""
+        """Distances at which the last text stands already, ascending; none where most prompts are
+        not known, because a curriculum chose among rows."""
+        if 2 * self._there.sum() < len(self._there):
+            return []
         last = len(self._hashes) - 1
         same = np.flatnonzero(self._there[:last] & (self._hashes[:last] == self._hashes[last]))
         return (last - same)[::-1].tolist()

@@ -135,7 +135,8 @@ def rdma_bandwidth(root: Path = Path("/")) -> float:
     for port in root.glob("sys/class/infiniband/*/ports/*"):
         with suppress(OSError, ValueError, IndexError):
             if "ACTIVE" in (port / "state").read_text().split():
-                total += float((port / "rate").read_text().split()[0]) * 1e9 / 8
+                rate = float((port / "rate").read_text().split()[0])
+                total += rate * 1e9 / 8 if 0 < rate < math.inf else 0.0
     return total
 
 

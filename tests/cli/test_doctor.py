@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from earl_core.cluster.errors import Raised, Where, WorkerCallFailed
 from earl_core.cluster.host import local_hosts
 from earl_core.config import RunConfig, load_config, parse_config
 from earl_core.control.hardware import read_hardware
@@ -89,6 +90,7 @@ def test_who_lays_a_run_out_is_said_in_the_words_of_the_start(
     """Cores are chosen for once engines on them were measured, GPUs once the model is here."""
     here = Hardware(cpu_cores=4, memory_bytes=64 * 2**30)
     monkeypatch.setattr("flows.cli.checks.configuration.expected_hardware", lambda given: here)
+    monkeypatch.setattr("earl_core.control.selector_policy.memory_in_use", lambda: 2**30)
     settings = load_config(CONFIG).model_dump(mode="json")
     settings |= {"runs_directory": str(tmp_path), "evaluation": {}}
     settings["model"] = {"path": str(tmp_path / "model")}
@@ -116,6 +118,17 @@ def test_who_lays_a_run_out_is_said_in_the_words_of_the_start(
     # Who names a policy is told nothing, and what cannot start has none.
     named = config.selector.model_copy(update={"policy": "live_tokens"})
     assert said(config.model_copy(update={"selector": named})) == []
+    # A device that cannot be measured is told without the worker's log.
+    where = Where("device", 0, "measure", "", None, log_tail="line\n" * 40)
+    lost = WorkerCallFailed(where, Raised("ConfigError", "errors", "no figures", expected=True))
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            "flows.cli.checks.configuration.settled", lambda *_: (_ for _ in ()).throw(lost)
+        )
+        (text,) = (each.text for each in check_configuration(config) if each.level == "blocks")
+    assert text.startswith("Worker group 'device', rank 0, during 'measure': ")
+    assert "no figures" in text
+    assert "line" not in text
     (tmp_path / "model" / "tokenizer.json").unlink()
     assert said() == []
     shutil.rmtree(tmp_path / "model")

@@ -90,6 +90,7 @@ def test_a_mixture_with_a_curriculum_plays_as_a_stream(
         "algorithm.kl={placement: loss, coefficient: 0.1}",
         "rollout.max_running_requests=16",
     )
+    monkeypatch.setenv("EARL_CLOCK", "0")
     monkeypatch.setenv("EARL_FAULT", "update.step0@2=raise")
     with pytest.raises(Exception, match=r"update\.step0@2"):
         train(runs, *asked)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from earl_core.experience.row_results import merge_rows
+from earl_core.experience.row_results import merge_rows, passes
 from earl_core.rollout.row_curriculum import Posterior, horizon, results_of
 
 ROWS = 7
@@ -23,6 +23,13 @@ COUNTS = st.lists(
     max_size=6,
 )
 HISTORY = st.dictionaries(st.integers(0, 40), COUNTS, max_size=6)
+
+
+def test_a_reward_at_the_bound_passes_however_it_was_rounded() -> None:
+    for bound in (0.7, 0.9, 0.95, -0.3, 1e4 + 0.1):
+        assert passes(float(np.float32(bound)), bound)
+        assert not passes(bound - 1e-4 * max(1.0, abs(bound)), bound)
+    assert passes(0.7 + 0.2 + 0.1, 1.0)
 
 
 def posterior(history: dict[int, list[list[int]]], rows: int, memory: float) -> Posterior:

@@ -93,6 +93,15 @@ def test_a_text_that_stands_twice_is_no_repetition_of_all(tmp_path: Path) -> Non
     assert found == [*twice, *twice, group(longer(4, 1)), group(longer(5, 1))]
 
 
+def test_rows_that_were_chosen_repeat_nothing(tmp_path: Path) -> None:
+    """Two of them that stand side by side and are the same text."""
+    rows = [3, 40, 77, 500, 501]
+    texts = [*range(501), 500]
+    keep(tmp_path, 0, [("", row) for row in rows], rows=texts, length=longer)
+    past = PastLengths(tmp_path, 2**30)
+    assert past.expected([("", 78), ("", 77)], 0) == [None, group(longer(77, 0))]
+
+
 def test_each_environment_of_a_mixture_has_prompts_of_its_own(tmp_path: Path) -> None:
     for iteration in range(2):
         one, other = ([(label, 3 * iteration + n) for n in range(3)] for label in ("a", "bb"))

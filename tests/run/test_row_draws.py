@@ -79,6 +79,12 @@ def test_rows_follow_from_what_is_trained_before_a_group_may_begin(
     run.stage_path(3, "reward").unlink()
     with pytest.raises(ManifestError):
         of_batch(run, 5, label)
+    # An iteration that has imitated has none, whatever the settings are now.
+    given = {"run": run.uid, "iteration": 3, "stage": "demonstrate", "key": "k"}
+    run.seal(Manifest(**given, policy_version=3, outputs={}))
+    assert of_batch(run, 4, label) == drawn[4]
+    assert len(of_batch(run, 5, label)) == SIZE
+    run.stage_path(3, "demonstrate").unlink()
     hopeless = sorted({row for each, row in drawn[5] if each == label})
     reward(run, 3, {label: [[row, 0, 40] for row in hopeless]})
     draws.settle(4)

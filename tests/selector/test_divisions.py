@@ -178,6 +178,9 @@ def test_a_plan_says_at_which_attempt_its_iteration_divided_the_devices_anew() -
     assert (division(later), later.divided_anew) == (COLOCATED, 0)
     anew = select(stale(4096.0, **bound, attempt=1, current=apart))
     assert (division(anew), anew.attempt, anew.divided_anew) == (COLOCATED, 1, 1)
+    # So it does where its own first plan is gone, as in a run that has gone back.
+    earlier = apart.model_copy(update={"iteration": anew.iteration - 1})
+    assert select(stale(4096.0, **bound, attempt=1, current=earlier)).divided_anew == 1
     # Another failure leaves the sides as they are; what runs ahead keeps what it chose since.
     again = select(stale(4096.0, **bound, attempt=2, current=anew))
     assert (division(again), again.attempt, again.divided_anew) == (COLOCATED, 2, 1)

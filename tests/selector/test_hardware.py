@@ -126,6 +126,7 @@ def test_ports_beside_tcp_carry_what_their_drivers_say(tmp_path: Path) -> None:
         "mlx5_1/ports/2": ("1: DOWN", "40 Gb/sec (4X QDR)"),
         "rxe0/ports/1": ("4: ACTIVE", "2.5 Gb/sec (1X SDR)"),
         "odd/ports/1": ("4: ACTIVE", ""),
+        "odd/ports/2": ("4: ACTIVE", "inf Gb/sec"),
     }
     assert rdma_bandwidth(tmp_path) == 0
     names = "state", "rate"

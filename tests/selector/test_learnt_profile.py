@@ -35,11 +35,11 @@ class Run(SimpleNamespace):
         self.record.update(known)
 
 
-def seen(iteration: int) -> Observation:
+def seen(iteration: int, kind: str = "measured") -> Observation:
     return Observation(
         iteration=iteration,
         stage="update",
-        kind="measured",
+        kind=kind,
         deployment=StageDeployment(stage="update", max_tokens_per_microbatch=1024),
         context=512.0,
         requests=8.0,
@@ -119,7 +119,11 @@ def test_what_divided_the_devices_anew_is_known_to_those_that_run_ahead() -> Non
 
     run: Any = SimpleNamespace(
         observations=SimpleNamespace(
-            read=lambda: [seen(each).model_dump(mode="json") for each in range(8)]
+            read=lambda: [
+                seen(each, kind).model_dump(mode="json")
+                for each in range(8)
+                for kind in ("measured", "out_of_memory")
+            ]
         ),
         config=SimpleNamespace(schedule=SimpleNamespace(staleness=2)),
         plan=plan,
@@ -130,9 +134,10 @@ def test_what_divided_the_devices_anew_is_known_to_those_that_run_ahead() -> Non
         return [each.iteration for each in history.known_to(iteration)]
 
     assert history.divided_anew(6) == {5: 1}
-    assert known(6) == [0, 1, 2, 3, 5, 6]
+    # Of iteration 5, which goes on meanwhile, only the reason.
+    assert known(6) == [0, 0, 1, 1, 2, 2, 3, 3, 5, 6, 6]
     # Its own choice, and those for which it has ended, go by what they went by before.
     assert history.divided_anew(5) == {}
-    assert known(5) == [0, 1, 2, 5]
+    assert known(5) == [0, 0, 1, 1, 2, 2, 5, 5]
     assert history.divided_anew(8) == {}
-    assert known(8) == [0, 1, 2, 3, 4, 5]
+    assert known(8) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]

@@ -47,9 +47,11 @@ def running_division(given: SelectionInput) -> Division | None:
 def divided_anew(given: SelectionInput, chosen: Division) -> int:
     """The attempt at which devices last changed sides within the iteration; 0: they did not."""
     before = given.current
-    if not given.divides or before is None or before.iteration < given.iteration:
+    if not given.divides or before is None or not given.attempt:
         return 0
-    return before.divided_anew if running_division(given) == chosen else given.attempt
+    if running_division(given) != chosen:
+        return given.attempt
+    return before.divided_anew if before.iteration == given.iteration else 0
 
 
 def iteration_seconds(predictor: Predictor, rows: Combination, staleness: int = 0) -> float:
