@@ -28,33 +28,11 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.schedule_runs import FIRST, Played, Run, read_run
 from benchmarks.schedules import Engine, Speed, Stream, pinned, play
-from earl_core.config import RunConfig
 from earl_core.control.dealing import contiguous
-from earl_core.run.episodes import NAME, read_samples
-from earl_core.run.record import config_of_run, read_lines
 from tools.harness import REPOSITORY, Report, Row, median, parser, publish
 from tools.process_tree import train
-
-_FIRST = 2
-"""The first measured iteration; workers start in those before."""
-_STAGES = ("reward", "reference", "advantage", "update", "publish")
-
-
-@dataclass(frozen=True)
-class Played:
-    """An iteration of a run. groups: for each, (tokens, turns) of its episodes. wall: seconds from
-    the end of the iteration before. trained: tokens. stages: seconds."""
-
-    groups: list[list[tuple[int, int]]]
-    wall: float
-    trained: float
-    stages: dict[str, float]
-
-    @property
-    def learning(self) -> float:
-        """Seconds of the stages after the rollout."""
-        return sum(self.stages[name] for name in _STAGES)
 
 
 @dataclass(frozen=True)
@@ -70,83 +48,11 @@ class Rates:
     outside: float
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run as it was recorded. played: by iteration."""
-
-    name: str
-    config: RunConfig
-    played: list[Played]
-
-    @property
-    def staleness(self) -> int:
-        """In versions."""
-        return self.config.schedule.staleness
-
-    @property
-    def kind(self) -> tuple[str, str]:
-        """Runs of a kind have rates in common: what is played, and the engine."""
-        return ", ".join(
-            each.played for each in self.config.played.values()
-        ), self.config.rollout.engine
-
-    @property
-    def schedule(self) -> str:
-        """For people."""
-        if not self.staleness:
-            return "synchronous"
-        place = self.config.stages.placement or "colocated"
-        return f"{self.config.schedule.mode} {self.staleness}, {place}"
-
-    @property
-    def seconds(self) -> float:
-        """Of an iteration."""
-        measured = [each.wall for each in self.played[_FIRST:]]
-        return sum(measured) / len(measured)
-
-
-def read_run(path: Path) -> Run:
-    """Read what a run has recorded of its iterations."""
-    config = config_of_run(path)
-    lines = {line["iteration"]: line for line in read_lines(path / "metrics.jsonl")}
-    played = []
-    for number in sorted(lines):
-        line = lines[number]
-        stages = {
-            name: float(line.get(f"{name}/stage_seconds", 0.0)) for name in ("rollout", *_STAGES)
-        }
-        stages["playing"] = float(line.get("rollout/seconds", 0.0))
-        wall = line["time"] - lines[number - 1]["time"] if number else 0.0
-        groups = _groups(path / "iterations" / f"{number:06d}" / NAME, config)
-        played.append(Played(groups, wall, line["update/tokens_trained"], stages))
-    return Run(path.name, config, played)
-
-
-def _groups(path: Path, config: RunConfig) -> list[list[tuple[int, int]]]:
-    table = read_samples(path, columns=["group_id", "turns", "loss_mask"])
-    tokens = [int(sum(row)) for row in table["loss_mask"].to_pylist()]
-    episodes: dict[int, tuple[int, int, int]] = {}
-    rows = zip(
-        table["episode_id"].to_pylist(),
-        table["group_id"].to_pylist(),
-        tokens,
-        table["turns"].to_pylist(),
-        strict=True,
-    )
-    for episode, group, sampled, turns in rows:
-        _, before, taken = episodes.get(episode, (group, 0, 0))
-        episodes[episode] = group, before + sampled, taken + turns
-    found: dict[int, list[tuple[int, int]]] = {}
-    for group, sampled, turns in episodes.values():
-        found.setdefault(group, []).append((sampled, turns))
-    return [found[group] for group in sorted(found)]
-
-
 def speeds(run: Run, rates: Rates) -> list[float]:
     """How much longer than by the rates the machine took in each iteration, as its update tells; 1
     where workers were still starting."""
     return [
-        each.stages["update"] / each.trained / rates.trained if number >= _FIRST else 1.0
+        each.stages["update"] / each.trained / rates.trained if number >= FIRST else 1.0
         for number, each in enumerate(run.played)
     ]
 
@@ -154,12 +60,12 @@ def speeds(run: Run, rates: Rates) -> list[float]:
 def fit(run: Run) -> Rates:
     """The rates of a synchronous run, none below 0: by least squares of what the model says of its
     rollouts, from several beginnings."""
-    measured = run.played[_FIRST:]
+    measured = run.played[FIRST:]
     trained = median([each.stages["update"] / each.trained for each in measured])
     outside = median([each.wall - each.learning - each.stages["rollout"] for each in measured])
     load = median([each.stages["rollout"] - each.stages["playing"] for each in measured])
     draft = Rates(0, 0, 0, trained, load, outside)
-    pairs = list(zip(measured, speeds(run, draft)[_FIRST:], strict=True))
+    pairs = list(zip(measured, speeds(run, draft)[FIRST:], strict=True))
 
     def told(found: Sequence[float]) -> Rates:
         token, turn, beside = map(float, found)
@@ -201,12 +107,8 @@ def rollout(run: Run, each: Played, rates: Rates, slow: float) -> list[float]:
     speed = beside(run, [each], rates, sum(map(sum, groups)) / slow)
     return [
         play([*itertools.chain(*(groups[n] for n in part))], speed)
-        for part in contiguous(range(len(groups)), _engines(run.config))
+        for part in contiguous(range(len(groups)), run.engines)
     ]
-
-
-def _engines(config: RunConfig) -> int:
-    return config.stages.rollout.replicas if config.stages.rollout else 1
 
 
 def predict(run: Run, rates: Rates, by_machine: bool) -> float:
@@ -219,7 +121,7 @@ def predict(run: Run, rates: Rates, by_machine: bool) -> float:
         for each, slow in zip(run.played, slower, strict=True)
     ]
     side_by_side = run.config.stages.placed.side_by_side
-    engines, staleness = _engines(run.config), run.staleness
+    engines, staleness = run.engines, run.staleness
     running = run.config.rollout.max_running_requests
     if run.config.schedule.streams:
         # Engines of vLLM hold twice as many, of which half wait for environments.
@@ -241,7 +143,7 @@ def predict(run: Run, rates: Rates, by_machine: bool) -> float:
             for each, slow in zip(run.played, slower, strict=True)
         ]
         published = pinned(rollouts, training, staleness, side_by_side)
-    return (published[-1] - published[_FIRST - 1]) / (len(published) - _FIRST)
+    return (published[-1] - published[FIRST - 1]) / (len(published) - FIRST)
 
 
 _MODEL = 14e9
@@ -334,7 +236,7 @@ def own_runs(scratch: Path, quick: bool) -> list[Path]:
             f"name={name}",
             f"runs_directory={scratch / 'runs'}",
             f"model.path={scratch / 'model'}",
-            f"iterations={_FIRST + (4 if quick else 8)}",
+            f"iterations={FIRST + (4 if quick else 8)}",
             "environment={name: benchmarks.asynchronous:LongTail}",
             "algorithm.importance_correction={}",
             "rollout.prompts_per_iteration=8",

@@ -39,6 +39,22 @@ class Driver:
         finally:
             self.engine.finish([item.sequence_id])
 
+    async def amid(self, count: int, tokens: int) -> asyncio.Task[list[Completion]]:
+        """Answers that are being sampled, of which each has so many tokens in the end."""
+        begun = {index: asyncio.Event() for index in range(count)}
+
+        def asked(index: int) -> GenerationRequest:
+            told = lambda _: begun[index].set()  # noqa: E731
+            return request(index, PROMPTS[index], max_tokens=tokens, on_tokens=told)
+
+        running = asyncio.create_task(self.engine.generate([asked(index) for index in begun]))
+        if self.engine.lockstep:  # it tells nothing before the end
+            await asyncio.sleep(0.01)
+        else:
+            for each in begun.values():
+                await each.wait()
+        return running
+
     def close(self) -> None:
         """Stop the engine and end the loop."""
         self.run(self.engine.stop())

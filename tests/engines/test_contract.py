@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from earl_core.rollout.engines.engine import Completion, GenerationRequest
+from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.engines.interruptible import InterruptibleEngine
 from tests.engines.driver import PROMPTS, Driver, batch, request
 from tests.engines.forms import (
@@ -277,26 +277,9 @@ def test_an_answer_that_waits_for_its_place_can_be_cancelled(driver: Driver) -> 
     assert driver.answer(PROMPTS[2]).finish_reason == "length"
 
 
-async def amid(driver: Driver, count: int, tokens: int) -> asyncio.Task[list[Completion]]:
-    """Answers that are being sampled, of which each has so many tokens in the end."""
-    begun = {index: asyncio.Event() for index in range(count)}
-
-    def asked(index: int) -> GenerationRequest:
-        told = lambda _: begun[index].set()  # noqa: E731
-        return request(index, PROMPTS[index], max_tokens=tokens, on_tokens=told)
-
-    running = asyncio.create_task(driver.engine.generate([asked(index) for index in begun]))
-    if driver.engine.lockstep:  # it tells nothing before the end
-        await asyncio.sleep(0.01)
-    else:
-        for each in begun.values():
-            await each.wait()
-    return running
-
-
 def test_cancel_ends_running_answers_only(driver: Driver) -> None:
     async def cancelled() -> list[Completion]:
-        running = await amid(driver, 3, 180)
+        running = await driver.amid(3, 180)
         await driver.engine.cancel([0, 2, 99])
         return await running
 
@@ -325,7 +308,7 @@ def test_tokens_are_told_as_they_are_sampled(driver: Driver) -> None:
 
 def test_a_cancelled_caller_leaves_the_engine_usable(driver: Driver) -> None:
     async def abandon() -> None:
-        task = await amid(driver, 1, 150)
+        task = await driver.amid(1, 150)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
