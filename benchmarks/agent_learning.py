@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.distillation import RECIPE, earl, settings
 from benchmarks.staleness import curve, mean
 from earl_core.config import load_config
+from earl_core.run.checkpoints import evaluated
 from earl_core.run.record import read_lines
 from tasks.reports.chart import Curve, chart
 from tools.harness import Report, Row, parser, publish
@@ -42,13 +43,12 @@ def main() -> None:
         report.rows.append(_row(arm, runs[arm], points))
     built_in, agent = ([curve(run)[-1][1] for run in runs[arm]] for arm in ARMS)
     report.headline["agent_wins_share"] = sum(agent) / sum(built_in)
-    report.headline["intervals_overlap"] = float(
-        max(min(built_in), min(agent)) <= min(max(built_in), max(agent))
-    )
+    (low, high), (its_low, its_high) = (_interval(runs[arm]) for arm in ARMS)
+    report.headline["intervals_overlap"] = float(max(low, its_low) <= min(high, its_high))
     report.notes += [
         f"{options.seeds} seeds; {options.episodes} held-out games every {options.every} of "
         f"{options.iterations} iterations. agent_wins_share is the agents' mean last share of wins "
-        "over the built-in loop's; the intervals are from the worst seed to the best.",
+        "over the built-in loop's; an arm's interval has the 95 % intervals of all of its seeds.",
         f"agent: {_versions(options.python)}.",
     ]
     if options.svg:
@@ -92,9 +92,16 @@ def _row(arm: str, runs: list[Path], points: list[tuple[float, float]]) -> Row:
         "": arm,
         **{f"wins after {x:.0f} %": 100 * y for x, y in points},
         "last of each seed %": ", ".join(f"{each:.0f}" for each in last),
+        "interval %": "{:.0f} to {:.0f}".format(*(100 * each for each in _interval(runs))),
         "new samples %": 100 * _of(lines, "rollout/new_sample_share"),
         "rollout s": _of(lines, "rollout/stage_seconds"),
     }
+
+
+def _interval(runs: list[Path]) -> tuple[float, float]:
+    last = [evaluated(run)[-1].metrics for run in runs]
+    lowest = min(each["outcome/win/low"] for each in last)
+    return lowest, max(each["outcome/win/high"] for each in last)
 
 
 def _of(lines: list[dict[str, Any]], name: str) -> float:
