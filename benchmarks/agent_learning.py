@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.distillation import RECIPE, earl, settings
-from benchmarks.staleness import curve, mean
+from benchmarks.distillation import RECIPE
+from benchmarks.staleness import curve, mean, with_seed
 from earl_core.config import load_config
 from earl_core.run.checkpoints import evaluated
 from earl_core.run.record import read_lines
@@ -59,30 +59,13 @@ def main() -> None:
 
 def trained(arm: str, seed: int, scratch: Path, options: Any) -> Path:
     """Train one arm with one seed, or go on with it; its run directory."""
-    name = f"{arm}_seed_{seed}"
-    wanted = [
-        f"seed={seed}",
-        f"runs_directory={scratch / 'runs'}",
-        f"model.path={scratch / f'model_{seed}'}",
-        f"model.builder_options={{seed: {seed}}}",
-        f"iterations={options.iterations}",
-        f"evaluation.every={options.every}",
-        f"evaluation.episodes={options.episodes}",
-    ]
-    if arm == "agent":
-        game = load_config(RECIPE).environment.options
-        wanted.append(
-            "environment="
-            + json.dumps(
-                {
-                    "agent": "benchmarks.langgraph_player:play",
-                    "python": str(options.python),
-                    "options": {"game": game},
-                }
-            )
-        )
-    earl("train", RECIPE, "--name", name, "--quiet", *settings(wanted))
-    return scratch / "runs" / name
+    played = {
+        "agent": "benchmarks.langgraph_player:play",
+        "python": str(options.python),
+        "options": {"game": load_config(RECIPE).environment.options},
+    }
+    wanted = [f"environment={json.dumps(played)}"] if arm == "agent" else []
+    return with_seed(f"{arm}_seed_{seed}", seed, scratch, options, wanted)
 
 
 def _row(arm: str, runs: list[Path], points: list[tuple[float, float]]) -> Row:

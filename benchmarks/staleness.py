@@ -90,18 +90,26 @@ def trained(arm: str, seed: int, scratch: Path, options: Any) -> Path:
     """Train one arm with one seed, or go on with it; its run directory."""
     name = f"staleness_{arm.replace(', ', '_').replace(' ', '_')}_seed_{seed}"
     wanted = [
+        f"rollout.prompts_per_iteration={options.prompts}",
+        f"update.learning_rate={options.learning_rate}",
+        *ARMS[arm],
+    ]
+    return with_seed(name, seed, scratch, options, wanted)
+
+
+def with_seed(name: str, seed: int, scratch: Path, options: Any, wanted: Sequence[str]) -> Path:
+    """Train the recipe with a model of the seed, or go on with it; the run's directory. wanted:
+    further overrides."""
+    common = [
         f"seed={seed}",
         f"runs_directory={scratch / 'runs'}",
         f"model.path={scratch / f'model_{seed}'}",
         f"model.builder_options={{seed: {seed}}}",
         f"iterations={options.iterations}",
-        f"rollout.prompts_per_iteration={options.prompts}",
-        f"update.learning_rate={options.learning_rate}",
         f"evaluation.every={options.every}",
         f"evaluation.episodes={options.episodes}",
-        *ARMS[arm],
     ]
-    earl("train", RECIPE, "--name", name, "--quiet", *settings(wanted))
+    earl("train", RECIPE, "--name", name, "--quiet", *settings([*common, *wanted]))
     return scratch / "runs" / name
 
 

@@ -40,6 +40,14 @@ class Own(BaseException):
     """What `except Exception` does not catch."""
 
 
+RAISED: dict[str, BaseException] = {
+    "exit": SystemExit(3),
+    "stop": StopIteration(),
+    "own": Own(),
+    "generator": GeneratorExit(),
+}
+
+
 class Counting:
     """Echoes the turn and a seeded number; ends after `turns`. Misbehaves when told to."""
 
@@ -75,14 +83,8 @@ class Counting:
     def _obey(self, command: str, argument: str) -> Any:
         if command == "raise":
             raise RuntimeError(f"told to fail: {argument}")
-        if command == "exit":
-            raise SystemExit(3)
-        if command == "stop":
-            raise StopIteration
-        if command == "own":
-            raise Own
-        if command == "generator":
-            raise GeneratorExit
+        if command in RAISED:
+            raise RAISED[command]
         if command == "sleep":
             time.sleep(float(argument))
         if command == "until":
