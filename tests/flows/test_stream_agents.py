@@ -123,7 +123,9 @@ def test_opponents_are_of_versions_as_young_as_the_policys(
     runs: Runs,
 ) -> None:
     """Stopped in good order while episodes go on: they are played anew, counted, and said to be.
-    The long one of a batch begins while that of the batch before goes on."""
+    The long one of a batch begins while that of the batch before goes on, and under a clock it goes
+    on when the next version is there."""
+    runs.environment["EARL_CLOCK"] = "0"
     overrides = (*asked(2, 4, ASKING), "algorithm.kl={placement: loss, coefficient: 0.1}")
     process = runs.start(*overrides, fault="update.step0@1=raise")
     assert process.wait(300) not in (0, KILLED), runs.output_path(0).read_text()
@@ -131,7 +133,7 @@ def test_opponents_are_of_versions_as_young_as_the_policys(
     parked = [json.loads(each.read_bytes()[32:]) for each in (runs.run() / "parked").iterdir()]
     assert parked
     assert [each["episodes"] for each in parked] == [None] * len(parked)
-    train(runs, *overrides)
+    assert runs.start(*overrides).wait(300) == 0, runs.output_path(1).read_text()
     runs.assert_learnt()
     assert_once_and_young(runs.run(), 2, 4)
     lines = {int(line["iteration"]): line for line in runs.metrics()}
