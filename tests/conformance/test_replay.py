@@ -98,7 +98,8 @@ def test_updates_that_train_groups_again_equal_the_reference(
     config = configured(model, ALGORITHM, tmp_path, 4)
     config["rollout"] |= {"max_tokens_per_turn": 24, "stop": list("aeiou012")}
     replay = {"share": SHARE, "max_age": AGE}
-    config["environment"] = ENVIRONMENTS
+    config["environments"] = ENVIRONMENTS
+    del config["environment"]
     config["schedule"] = {"staleness": STALENESS, "mode": "stream", "replay": replay}
     settings, run = RunConfig.model_validate(config), tmp_path / "runs/run"
     reference, versions = Reference(model, ALGORITHM, UPDATE), {0: load(model)}
@@ -150,5 +151,6 @@ def test_updates_that_train_groups_again_equal_the_reference(
         controller.run.finish()
     assert (run / f"iterations/{STOPPED:06d}/collect.json").read_bytes() == sealed
     assert [each[1] for each in seen][:2] == [0, 2]
+    assert labels.keys() == ROLES.keys()
     assert max(max(each[2]) for each in seen) > STALENESS
     assert list((tmp_path / "shm").rglob("*.arrow")) == []

@@ -89,17 +89,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
     },
     **{
         f"a message with {key}": (
-            {"messages": [*HELLO["messages"], {"role": "assistant", "content": "a", key: value}]},  # type: ignore[misc]
+            {"messages": [{"role": "assistant", "content": "a", key: value}]},
             told,
         )
         for key, value, told in (
             ("function_call", {"name": "f", "arguments": "{}"}, "the older form of tool_calls"),
-            ("audio", {"id": "audio_1"}, "messages[1].audio is not supported"),
+            ("audio", {"id": "audio_1"}, "messages[0].audio is not supported"),
             ("refusal", "no", "write it as content"),
             ("prefix", True, "ask for continue_final_message"),
             ("partial", True, "ask for continue_final_message"),
-            ("name", 5, "messages[1].name must be a text"),
-            ("tool_call_id", 5, "messages[1].tool_call_id must be a text"),
+            ("name", 5, "messages[0].name must be a text"),
+            ("tool_call_id", 5, "messages[0].tool_call_id must be a text"),
         )
     },
     "a surrogate in the model": ({**HELLO, "model": "\udc00"}, "model cannot be encoded"),
