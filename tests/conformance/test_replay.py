@@ -1,9 +1,11 @@
 """Updates of a stream that trains groups again, a second time in float64: which groups, and what
-they weigh, by the rows that the run has kept of each group's own iteration."""
+they weigh, by the rows that the run has kept of each group's own iteration. Some are an agent's,
+whose conversations have roles."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,28 @@ ALGORITHM = {
     "kl": {"placement": "loss", "estimator": "k3", "coefficient": 0.2},
     "importance_correction": {"cap": 1.02},
 }  # fmt: skip
+
+ENVIRONMENTS = [
+    {"name": "tests.conformance.letters:Letters", "label": "letters"},
+    {"agent": "tests.rollout.agents:pair", "label": "pair"},
+]
+ROLES = {"letters": {""}, "pair": {"planner", "solver"}}
+
+
+def apart(rows: list[Row]) -> list[Row]:
+    """Each role's part of an episode as an episode of its own, which is compared with the same
+    role's; what an episode's roles share comes with the last answer of each."""
+    found: list[Row] = []
+    for number, role in sorted({(row["episode_id"], row["role"]) for row in rows}):
+        part = [row for row in rows if (row["episode_id"], row["role"]) == (number, role)]
+        last = max(part, key=lambda row: max(row["turn_numbers"]))
+        for row in part:
+            rewards = [*row["turn_rewards"]]
+            if row is last:
+                rewards[-1] += row["shared_reward"]
+            own = {"episode_id": (number, role), "group_id": (row["group_id"], role)}
+            found.append({**row, **own, "turn_rewards": rewards})
+    return found
 
 
 def ages(rows: list[Row], iteration: int) -> set[int]:
@@ -74,16 +98,22 @@ def test_updates_that_train_groups_again_equal_the_reference(
     config = configured(model, ALGORITHM, tmp_path, 4)
     config["rollout"] |= {"max_tokens_per_turn": 24, "stop": list("aeiou012")}
     replay = {"share": SHARE, "max_age": AGE}
+    config["environments"] = ENVIRONMENTS
+    del config["environment"]
     config["schedule"] = {"staleness": STALENESS, "mode": "stream", "replay": replay}
     settings, run = RunConfig.model_validate(config), tmp_path / "runs/run"
     reference, versions = Reference(model, ALGORITHM, UPDATE), {0: load(model)}
     kept: dict[int, list[Row]] = {}
     seen: list[tuple[int, int, set[int]]] = []
+    labels: Counter[str] = Counter()
 
     def iterate(controller: Any, number: int) -> None:
         expected = again(kept, number)
         metrics = Debugged(controller, number).whole()
         own = pq.read_table(controller.run.episodes_path(number)).to_pylist()
+        for row in own:
+            assert row["role"] in ROLES[row["environment"]]
+        labels.update(row["environment"] for row in own)
         # Those that are trained again are no new episodes.
         assert {row["group_id"] for row in own} == {2 * number, 2 * number + 1}
         assert trained(run, number) == [*sorted(expected), 2 * number, 2 * number + 1]
@@ -91,7 +121,7 @@ def test_updates_that_train_groups_again_equal_the_reference(
         assert max(sampled_by(row, versions) for row in own) < 1e-4
         assert max(ages(own, number)) <= STALENESS
         before = weights(reference.model)
-        found = reference.iteration(rows, TEMPERATURE)
+        found = reference.iteration(apart(rows), TEMPERATURE)
         ours, theirs = learnt(tmp_path, number), weights(reference.model)
         update, batch = metrics["update"].metrics, metrics["collect"].metrics
         assert update["grad_norm"] == pytest.approx(found["grad_norm"], rel=1e-4)
@@ -121,5 +151,6 @@ def test_updates_that_train_groups_again_equal_the_reference(
         controller.run.finish()
     assert (run / f"iterations/{STOPPED:06d}/collect.json").read_bytes() == sealed
     assert [each[1] for each in seen][:2] == [0, 2]
+    assert labels.keys() == ROLES.keys()
     assert max(max(each[2]) for each in seen) > STALENESS
     assert list((tmp_path / "shm").rglob("*.arrow")) == []

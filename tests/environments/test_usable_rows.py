@@ -10,12 +10,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from earl_core.environments.adapters.row_files import ArrowRows
 from earl_core.environments.adapters.row_forms import Form, RowForm
 from earl_core.environments.registry import check, create
 from earl_core.system.errors import ConfigError
@@ -43,6 +45,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"answer": math.nan}, "an answer .* is nan"),
     ({"answer": ["2"]}, "an answer .* is a list"),
     ({"answer": "two"}, "an answer .* holds no number"),
+    ({"answer": True}, "an answer .* is True"),
     ({"weight": math.nan}, "'weight' the number nan"),
     ({"weight": {"a": [1, math.inf]}}, "'weight' the number inf"),
     ({"weight": "\ud800"}, "'weight' half a character"),
@@ -92,6 +95,7 @@ def test_a_row_is_refused_or_left_out(
         ("answer", ["1", "one", "3"], "row 1 .*holds no number"),
         ("answer", [1.0, math.nan, 3.0], "row 1 .*is nan"),
         ("answer", [1, 2, None], "row 2 .*is null"),
+        ("answer", [True, False, True], "row 0 .*is True"),
         ("weight", [1.0, None, math.inf], "row 2 .*the number inf"),
         ("weight", [[1.0], [math.nan], None], "row 1 .*the number nan"),
     ],
@@ -200,6 +204,63 @@ def test_a_chat_is_read_alike_in_every_form(said: list[str]) -> None:
     for named in ("auto", "plain"):
         row = {"prompt": question, "answer": answer}
         assert RowForm(named).read(row).prompt == [{"role": "user", "content": question}]
+
+
+def test_numbers_of_a_table_are_those_that_were_written(tmp_path: Path) -> None:
+    """Of single and half precision, in structs and lists too; what is whole stays whole."""
+    single, half = [0.1, 1 / 3, 2.5e-7, 16777217.0, 123456.78], [0.1, 2.333, 65504.0, 1e-7, 5.5]
+    table = pa.table(
+        {
+            "prompt": ["1+1?"] * 5,
+            "answer": pa.array(single, pa.float32()),
+            "half": pa.array(half, pa.float16()),
+            "of": pa.array(
+                [{"a": [each], "b": each} for each in single],
+                pa.struct({"a": pa.list_(pa.float32()), "b": pa.float64()}),
+            ),
+        }
+    )
+    pq.write_table(table, path := tmp_path / "a.parquet")
+    rows = [ArrowRows(pq.read_table(path), "a")[at] for at in range(5)]
+    assert [row["answer"] for row in rows] == [float(str(np.float32(each))) for each in single]
+    assert [row["half"] for row in rows] == [0.1, 2.332, 65504.0, 1e-7, 5.5]
+    assert [row["of"]["a"][0] for row in rows] == [row["answer"] for row in rows]
+    assert [row["of"]["b"] for row in rows] == single
+    environment = create("prompt", {"path": str(path)})
+    environment.reset(0, 0)
+    assert environment.step("0.1").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": [*CHAT, {"role": "assistant", "content": "2"}], "completion": "2"},
+            "has an answer at the end of its prompt and in 'completion'",
+        ),
+        ({"prompt": CHAT, "completion": ""}, r"an answer \(column 'completion'\) that is empty"),
+        ({"instruction": "add", "output": []}, r"an answer \(column 'output'\) that is a list"),
+        (
+            {"messages": [*CHAT, {"role": "assistant", "content": ""}]},
+            r"an answer \(its last message\) that is empty",
+        ),
+        (
+            {"messages": [*CHAT, {"role": "assistant", "function_call": {"name": "f"}}]},
+            r"messages\[1\] an answer with function_call \(write it as tool_calls\)",
+        ),
+    ],
+)
+def test_what_is_wrong_names_the_columns_that_there_are(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=message):
+        check("prompt", {"path": str(tmp_path / "a.jsonl")})
+
+
+def test_a_question_without_an_instruction_is_its_input() -> None:
+    row = {"instruction": " ", "input": "1+1?", "output": "2"}
+    assert RowForm("alpaca").read(row).prompt == CHAT
 
 
 def test_a_text_is_not_taken_for_a_chat(tmp_path: Path) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from earl_core.config import RunConfig
+from flows.debug import Debugged, opened_here
+from tests.conformance.test_whole_iterations import configured, save
+from tests.engines.forked import forked_engines
 from tests.flows.runs import KILLED, LEARNING, Runs
 
 ASKS = {"extra_body": {"guided_regex": "[1-9]"}}
@@ -41,6 +49,47 @@ def test_an_agent_trains_and_resumes(runs: Runs) -> None:
     # The first step is that of the reference itself.
     first, second = (line["update/reference_kl"] for line in runs.metrics())
     assert first < 1e-6 < second
+
+
+VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+ALGORITHM = {
+    "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+    "advantage": {"name": "rloo"},
+    "kl": {"placement": "loss", "coefficient": 0.1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=VLLM)])
+def test_schemas_and_required_calls_are_masked_by_either_engine(
+    engine: str, tmp_path: Path
+) -> None:
+    """As an unchanged agent asks for them: the learner has the engine's log-probs, after updates
+    too, and learns."""
+    # Of 32, the smallest head that vLLM has.
+    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 2048}
+    config = configured(save("Llama", shape, tmp_path / "model"), ALGORITHM, tmp_path, 2)
+    config["environment"] = {"agent": "tests.rollout.agents:painter"}
+    config["rollout"] |= {
+        "engine": engine,
+        "vllm": {"kv_cache_gib": 1},
+        "max_tokens_per_turn": 400,
+        "requests": {"constrained": "engine"},
+    }
+    config["update"]["epochs"] = 1
+    with (
+        forked_engines() if engine == "vllm" else nullcontext(),
+        opened_here(RunConfig.model_validate(config), lambda *_: None) as controller,
+    ):
+        for number in range(2):
+            sealed = Debugged(controller, number).whole()
+            rollout, update = sealed["rollout"].metrics, sealed["update"].metrics
+            rows = pq.read_table(controller.run.episodes_path(number)).to_pylist()
+            assert {row["outcome"] for row in rows} <= {"paint", "wash"}
+            assert rollout["episodes_failed"] == 0
+            assert rollout["constrained_satisfied_share"] == 1.0
+            assert update["mismatch_max"] < 1e-4
+            assert update["grad_norm"] > 0.01
 
 
 @pytest.mark.slow

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from earl_core.environments.registry import create
 from tests.rollout.environments import worth
 
-SHARED = AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0)
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = WeakKeyDictionary()
+"""One for each event loop, which its connections belong to."""
 
 
 def misnamed(task: dict[str, Any], url: str, key: str) -> float:
@@ -21,7 +24,10 @@ def misnamed(task: dict[str, Any], url: str, key: str) -> float:
 
 
 def client(base_url: str, api_key: str) -> AsyncOpenAI:
-    return SHARED.with_options(base_url=base_url, api_key=api_key)
+    loop = asyncio.get_running_loop()
+    if loop not in _clients:
+        _clients[loop] = AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0)
+    return _clients[loop].with_options(base_url=base_url, api_key=api_key)
 
 
 async def ask(api: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
@@ -177,3 +183,38 @@ async def pair(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, A
     sums = [sum(map(ord, text)) for text in (plan, solution)]
     rewards = {planned: sums[0] % 5 / 8, solved: sums[1] % 3 / 2}
     return {"reward": float(sums[1] % 2), "rewards": rewards}
+
+
+COLOURS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"enum": [1, 2, 3]}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+PAINT = [
+    {"type": "function", "function": {"name": name, "parameters": COLOURS}}
+    for name in ("paint", "wash")
+]
+
+
+async def painter(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """Asks for JSON of a schema, then for a call, one after the other in one conversation, as
+    frameworks do in their default form; what it gets is read without a doubt."""
+    create = client(base_url, api_key).chat.completions.create
+    schema: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "colours", "schema": COLOURS, "strict": True},
+    }
+    messages: list[Any] = [{"role": "user", "content": f"colour {task['index']}"}]
+    first = await create(model="policy", messages=messages, response_format=schema)
+    said = first.choices[0].message.content or ""
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "now call"}]
+    tools: Any = PAINT
+    second = await create(
+        model="policy", messages=messages, tools=tools, tool_choice="required",
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    calls: Any = second.choices[0].message.tool_calls
+    found = [json.loads(said), *(json.loads(call.function.arguments) for call in calls)]
+    red = [each["colour"] == "red" for each in found]
+    return {"reward": sum(red) / len(red), "outcome": calls[0].function.name}

@@ -87,6 +87,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
             ("a key", {"\ud800": 1}, "messages[0] cannot be encoded"),
         )
     },
+    **{
+        f"a message with {key}": (
+            {"messages": [{"role": "assistant", "content": "a", key: value}]},
+            told,
+        )
+        for key, value, told in (
+            ("function_call", {"name": "f", "arguments": "{}"}, "the older form of tool_calls"),
+            ("audio", {"id": "audio_1"}, "messages[0].audio is not supported"),
+            ("refusal", "no", "write it as content"),
+            ("prefix", True, "ask for continue_final_message"),
+            ("partial", True, "ask for continue_final_message"),
+            ("name", 5, "messages[0].name must be a text"),
+            ("tool_call_id", 5, "messages[0].tool_call_id must be a text"),
+        )
+    },
     "a surrogate in the model": ({**HELLO, "model": "\udc00"}, "model cannot be encoded"),
     "a surrogate in bytes": (b'{"model": "\xed\xa0\x80"}', "no JSON"),
     "a flood in a name": (

@@ -124,10 +124,10 @@ def _message(number: int, message: Any, learnt: bool) -> Message:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise ConfigError(f"{where} tool_calls that are no list")
+    if message["role"] == "assistant" and message.get("function_call"):
+        raise ConfigError(f"{where} an answer with function_call", remedy="write it as tool_calls")
     role = "system" if message["role"] == "developer" else message["role"]
     read: Message = {"role": role, "content": _content(where, message, bool(calls))}
-    if role == "assistant" and message.get("function_call"):
-        raise ConfigError(f"{where} an answer with function_call", remedy="write it as tool_calls")
     if role == "assistant" and learnt:
         _check_answer(where, message)
         if not (calls or read["content"].strip()):

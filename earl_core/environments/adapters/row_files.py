@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from earl_core.system.errors import ConfigError
+from earl_core.system.import_path import import_package
 
 Row = dict[str, Any]
 
@@ -107,6 +110,7 @@ class ArrowRows:
 
     def __init__(self, table: Any, name: str) -> None:
         self._table, self._name = table, name
+        self._narrow = [field for field in table.schema if _is_narrow(field.type)]
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -116,7 +120,7 @@ class ArrowRows:
             row: Row = self._table.slice(index, 1).to_pylist()[0]
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.place(index)} holds a text that is not UTF-8") from error
-        return row
+        return row | {each.name: _as_written(row[each.name], each.type) for each in self._narrow}
 
     def faults(self, rules: RowRules) -> Iterator[tuple[int, str]]:
         suspects = rules.suspects(self._table)
@@ -143,6 +147,31 @@ class ArrowRows:
 
     def place(self, index: int) -> str:
         return f"row {index} of {self._name}"
+
+
+def _is_narrow(kind: Any) -> bool:
+    """Whether an Arrow type has numbers of single or half precision in it."""
+    types = import_package("pyarrow.types", "pyarrow")
+    if types.is_struct(kind):
+        return any(_is_narrow(each.type) for each in kind)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_narrow(kind.value_type)
+    return bool(types.is_float32(kind) or types.is_float16(kind))
+
+
+def _as_written(value: Any, kind: Any) -> Any:
+    """The value with such numbers as somebody wrote them: 0.1, and not 0.10000000149011612, which
+    no answer equals."""
+    if isinstance(value, dict):
+        return {each.name: _as_written(value[each.name], each.type) for each in kind}
+    if isinstance(value, list):
+        return [_as_written(each, kind.value_type) for each in value]
+    if not isinstance(value, float) or value.is_integer() or not math.isfinite(value):
+        return value
+    code, most = {16: ("e", 5), 32: ("f", 9)}.get(kind.bit_width, ("d", 17))
+    stored = struct.pack(code, value)
+    near = (float(f"{value:.{digits}g}") for digits in range(1, most + 1))
+    return next(each for each in near if struct.pack(code, each) == stored)
 
 
 class JsonArray:

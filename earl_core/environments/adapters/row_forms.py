@@ -136,8 +136,15 @@ class RowForm:
         said = messages.pop() if messages[-1]["role"] == "assistant" else None
         if not messages:
             raise ConfigError("has nothing before its answer")
+        if said and self.answer_place(row) == "completion" and self.place(row) == "prompt":
+            raise _ends_twice()
         answer = None if self.answer is None else self._answer(row, said)
         return ChatRow(messages, answer, tools)
+
+    def answer_place(self, row: Mapping[str, Any]) -> str:
+        """The column or path of a row's answer, "" where its chat ends with it, or where it has
+        none."""
+        return next((path for path in self._places(row) if look_up(row, path) is not ABSENT), "")
 
     def tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """The tools that a row brings, None where it names none. Raises as `place`."""
@@ -197,7 +204,7 @@ class RowForm:
             more = row.get("input")
             if more is not None and not _is_text(more):
                 raise ConfigError("has in the column 'input' no text")
-            text = f"{text}\n\n{more}" if more and more.strip() else text
+            text = "\n\n".join(each for each in (text, more) if each and each.strip()) or text
         return [*messages, *read_messages([{"role": "user", "content": text}])]
 
     def _demonstrated(self, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
@@ -221,7 +228,7 @@ class RowForm:
             if empty := [path for path in paths if path in row]:
                 raise ConfigError(f"has an answer (column {empty[0]!r}) that is no text")
         elif "completion" in paths and self.place(row) == "prompt" and row.get("completion"):
-            raise ConfigError("has an answer at the end of its prompt and in 'completion'")
+            raise _ends_twice()
         if not any(message["role"] == "assistant" for message in messages):
             raise ConfigError(
                 "has no turn of the assistant, so there is nothing to imitate",
@@ -233,14 +240,16 @@ class RowForm:
         """Paths of the answer, where a row has no column `answer`."""
         return ANSWERS["alpaca" if self._alpaca(row) else self.form]
 
+    def _places(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        if self.answer is None:
+            return ()
+        return (self.answer, *(self._paths(row) if self.answer == "answer" else ()))
+
     def _answer(self, row: Mapping[str, Any], said: Message | None) -> Any:
         assert self.answer is not None
-        own = self._paths(row) if self.answer == "answer" else ()
-        paths = (self.answer, *own)
-        for path in paths:
-            value = look_up(row, path)
-            if value is not ABSENT:
-                return _value(path, value)
+        paths = self._places(row)
+        if path := self.answer_place(row):
+            return _value(path, look_up(row, path))
         if self.answer == "answer" and said is not None:
             return dict(said) if "tool_calls" in said else said["content"]
         if self.form in ("openai", "sharegpt") and self.answer == "answer":
@@ -282,6 +291,10 @@ def _no_column(column: str, columns: Any) -> ConfigError:
     near = meant(column, columns).strip()
     told = f"has no column {column!r}; it has {', '.join(columns)}"
     return ConfigError(f"{told} ({near})" if near else told)
+
+
+def _ends_twice() -> ConfigError:
+    return ConfigError("has an answer at the end of its prompt and in 'completion'")
 
 
 def _is_text(value: Any) -> bool:

@@ -51,7 +51,7 @@ def number_by_tools(
 
 
 def _holds_number(answer: Any) -> str:
-    wrong = text_or_number(answer)
+    wrong = f"is {answer}" if isinstance(answer, bool) else text_or_number(answer)
     if wrong or not isinstance(answer, str):
         return wrong
     return "" if re.search(r"[\d¼-¾⅐-⅞]", answer) else "holds no number"

@@ -44,7 +44,9 @@ class RowRules:
             return f"has a prompt (column {self.form.place(row)!r}) that {told}"
         judged = self.rule is not None and self.form.answer is not None
         if judged and (told := self.rule(chat.answer)):  # type: ignore[misc]
-            return f"has an answer (column {self.form.answer!r}) that {told}"
+            place = self.form.answer_place(row)
+            named = f"column {place!r}" if place else "its last message"
+            return f"has an answer ({named}) that {told}"
         for column in self.scoring:
             if column not in row:
                 return f"has no column {column!r}; it has {', '.join(row)}"
@@ -203,6 +205,8 @@ def _bad_answers(column: Any, rule: AnswerRule | None) -> Any:
     pc = import_package("pyarrow.compute", "pyarrow")
     kind = column.type
     if pa.types.is_nested(kind) or pa.types.is_dictionary(kind):
+        return None
+    if pa.types.is_boolean(kind) and rule not in (None, text_or_number):
         return None
     if rule is None or pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         return pc.is_null(column)

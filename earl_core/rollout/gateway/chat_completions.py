@@ -23,6 +23,13 @@ from earl_core.rollout.gateway.fields import CHAT, check
 from earl_core.rollout.gateway.refusals import invalid
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_NOT_READ = {
+    "function_call": "it is the older form of tool_calls",
+    "audio": "prompts and answers are text",
+    "refusal": "write it as content",
+    **dict.fromkeys(("prefix", "partial"), "ask for continue_final_message: true"),
+}
+"""Parts of a message that would change the prompt."""
 _MOST_TOP = 20
 """As OpenAI and vLLM have it."""
 _LEAST = -9999.0
@@ -195,6 +202,9 @@ def _message(number: int, message: Any) -> Message:
     where = f"messages[{number}]"
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise invalid(f"{where} must be an object with one of the roles {', '.join(_ROLES)}")
+    for key, instead in _NOT_READ.items():
+        if message.get(key):
+            raise invalid(f"{where}.{key} is not supported: {instead}")
     given = message.get("tool_calls") or []
     if not isinstance(given, list):
         raise invalid(f"{where}.tool_calls must be a list")
@@ -211,7 +221,9 @@ def _message(number: int, message: Any) -> Message:
         if calls:
             read["tool_calls"] = calls
     for key in ("tool_call_id", "name"):
-        if isinstance(message.get(key), str):
+        if not isinstance(message.get(key), str | None):
+            raise invalid(f"{where}.{key} must be a text")
+        if message.get(key) is not None:
             read[key] = message[key]
     return read
 

@@ -114,7 +114,11 @@ CHAT: Fields = {
     **_SAMPLING,
     **_PROMPTS,
     **_LABELS,
-    **_done("roles system, developer, user, assistant, tool; texts and calls", "messages"),
+    **_done(
+        "roles system, developer, user, assistant, tool; texts and calls; a message with "
+        "`function_call`, `audio`, `refusal`, `prefix` or `partial` is refused",
+        "messages",
+    ),
     **_done("`opponent`: recorded nowhere; any other: the policy", "model"),
     **_done("the answer's budget, beside that of the run", "max_completion_tokens", "max_tokens"),
     **_done("functions that the model may call", "tools"),
