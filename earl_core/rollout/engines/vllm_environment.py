@@ -169,6 +169,7 @@ def engine_arguments(
         "max_num_seqs": engine.max_running_requests,
         "scheduling_policy": "priority",
         "tensor_parallel_size": tensor_parallel,
+        "enable_expert_parallel": settings.expert_parallel,
         "trust_remote_code": engine.trust_remote_code,
         "enable_prefix_caching": True,
         # Only grammars need a tokenizer.
@@ -187,6 +188,8 @@ def engine_arguments(
     }
     if not current_platform.is_cpu():
         arguments["enable_sleep_mode"] = True
+        # Other kernels keep experts in an order of their own, which new weights would not have.
+        arguments["moe_backend"] = "triton"
         return arguments
     # vLLM 0.32 on CPU dies when a seeded request is prefilled in chunks ("CPU Generator does not
     # use offset"), so every prompt must fit in one step.
