@@ -9,7 +9,7 @@ not taken (`vllm_environment.engine_arguments`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _PUBLISHED = re.compile(
 )
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda states: F.gelu(states, approximate="tanh"),
@@ -62,6 +62,27 @@ def published_experts(weights: Mapping[str, torch.Tensor]) -> dict[int, Publishe
             matrix = _ROLES.get(match["matrix"], match["matrix"])
             found.setdefault(int(match["layer"]), {})[match["expert"], matrix] = tensor
     return {layer: PublishedExperts(tensors) for layer, tensors in found.items()}
+
+
+def names_of_vllm(weights: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """The tensors under names that vLLM's loader of such a model knows. It takes joined experts of
+    all families but Mixtral's, of which it wants the names of the files, as views here."""
+    if model_type != "mixtral":
+        return dict(weights)
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        known = name.replace(".mlp.", ".block_sparse_moe.")
+        if known.endswith(".experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                prefix = known.replace("gate_up_proj", str(expert))
+                named |= {f"{prefix}.w1.weight": gate, f"{prefix}.w3.weight": up}
+        elif known.endswith(".experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                named[f"{known.replace('down_proj', str(expert))}.w2.weight"] = down
+        else:
+            named[known] = tensor
+    return named
 
 
 def renew_experts(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> float:
