@@ -33,8 +33,8 @@ _SHAPE = {
 _DEEPSEEK = {
     "num_key_value_heads": 4, "moe_intermediate_size": 64, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 2,
-    "topk_group": 1, "topk_method": "noaux_tc", "q_lora_rank": 32, "kv_lora_rank": 64,
-    "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 32,
+    "topk_group": 1, "topk_method": "noaux_tc", "q_lora_rank": 32, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 32,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     # A width that the kernel pads.
@@ -46,6 +46,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
                 "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0},
     "DeepseekV3": _DEEPSEEK,
 }  # fmt: skip
+
+
+EXACT = 3e-5
+"""Nats. Rounding alone: these logits are large."""
 
 
 def make(family: str, directory: Path, seed: int) -> transformers.PreTrainedModel:
@@ -112,12 +116,12 @@ def test_new_experts_answer_and_one_that_stayed_is_named(
     new, newest = (make(family, tmp_path / name, seed) for name, seed in (("new", 5), ("next", 7)))
     driver = start("vllm", tmp_path / "old", scratch, **parallel)
     try:
-        assert worst(driver, read(tmp_path / "old")) < 1e-5
+        assert worst(driver, read(tmp_path / "old")) < EXACT
         published = publish(new.state_dict(), tmp_path / "published", 3, "float32")
         driver.run(driver.engine.play_under(published))
-        assert worst(driver, new) < 1e-5 < worst(driver, read(tmp_path / "old"))
+        assert worst(driver, new) < EXACT < worst(driver, read(tmp_path / "old"))
         driver.run(driver.engine.play_under(manifest_from_directory(tmp_path / "old", 4)))
-        assert worst(driver, read(tmp_path / "old")) < 1e-5
+        assert worst(driver, read(tmp_path / "old")) < EXACT
         stale = publish(newest.state_dict(), tmp_path / "more", STALE_VERSION, "float32")
         named = rf"expert {EXPERT} of model\.layers\.{LAYER}\..* computes with other weights"
         with pytest.raises(WeightSyncError, match=named):
