@@ -34,7 +34,7 @@ _DEEPSEEK = {
     "num_key_value_heads": 4, "moe_intermediate_size": 64, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 2,
     "topk_group": 1, "topk_method": "noaux_tc", "q_lora_rank": 32, "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 32,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     # A width that the kernel pads.
