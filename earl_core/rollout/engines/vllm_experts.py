@@ -85,6 +85,16 @@ def names_of_vllm(weights: Mapping[str, torch.Tensor], model_type: str) -> dict[
     return named
 
 
+def untrained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The biases by which routers correct their choices. They are buffers in transformers, which
+    nobody trains or publishes, and parameters in vLLM, which a reload would leave undefined."""
+    return {
+        name: each.detach().clone()
+        for name, each in model.named_parameters()
+        if name.endswith("e_score_correction_bias")
+    }
+
+
 def renew_experts(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> float:
     """Pack the experts of a reloaded model again where its kernel wants that, and send one row
     through each; the largest relative error against plain products with the published tensors.

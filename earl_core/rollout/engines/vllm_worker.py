@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from earl_core.rollout.engines.vllm_experts import names_of_vllm, renew_experts
+from earl_core.rollout.engines.vllm_experts import names_of_vllm, renew_experts, untrained
 from earl_core.rollout.engines.vllm_pairs import PolicyPairs, install_cpu_products
 from earl_core.system.memory import give_back_free_memory, give_back_pages
 from earl_core.tensors.library_paths import plain_libraries
@@ -75,7 +75,7 @@ class PolicyWeights(PolicyPairs):
         # Tied names stay out, as in files of save_pretrained: loaders would read them twice.
         kind = self.model_runner.model_config.hf_config.model_type
         given = names_of_vllm({name: weights[name] for name in manifest.tensors}, kind)
-        loaded = self._earl_reload(model, given)
+        loaded = self._earl_reload(model, {**untrained(model), **given})
         problem = names_problem(loaded & expected, expected)
         if problem is not None:
             raise RuntimeError(f"the engine's model did not take all weights: {problem}")
