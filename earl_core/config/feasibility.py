@@ -67,10 +67,9 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
     The message names the degrees that work, or the devices there are.
     """
     check_devices(config, hardware)
-    if model.experts > 1 and config.rollout.engine == "vllm":
+    if config.rollout.vllm.expert_parallel and model.experts <= 1:
         raise ConfigError(
-            f"rollout.engine=vllm cannot take new weights of a mixture of {model.experts} experts "
-            "while it runs: set rollout.engine=torch, or choose a model without experts"
+            "rollout.vllm.expert_parallel divides experts, and this model has none: leave it out"
         )
     for key, iteration in config.stages.steps():
         for deployment in filter(None, config.stages.at(iteration)):

@@ -55,6 +55,11 @@ class VllmConfig(Settings):
         description="Run the model without CUDA graphs and compilation: it starts sooner and "
         "decodes slower. None: on a CPU only.",
     )
+    expert_parallel: bool = Field(
+        default=False,
+        description="Each of an engine's tensor-parallel ranks holds whole experts of a mixture, "
+        "instead of a part of each.",
+    )
 
 
 class RequestsConfig(Settings):

@@ -145,16 +145,20 @@ class EngineWorker(RunWorker):
         """A policy in a directory. An engine for pairs takes the model itself as pairs, too."""
         from earl_core.weights.adapter import manifest_of_policy
         from earl_core.weights.adapter_pairs import publish_unchanged
+        from earl_core.weights.renamed import has_names_of_parameters, publish_renamed
 
-        model = self._config.model
-        if model.adapter is None or is_adapter(path):
-            return manifest_of_policy(path, version, model)
-        return publish_unchanged(model, self._unchanged, version)
+        model, trusted = self._config.model, self._config.model.trust_remote_code
+        if model.adapter is not None and not is_adapter(path):
+            return publish_unchanged(model, self._own_weights, version)
+        manifest = manifest_of_policy(path, version, model)
+        if is_adapter(path) or has_names_of_parameters(manifest, path, trusted):
+            return manifest
+        return publish_renamed(manifest, path, self._own_weights, trusted)
 
     @property
-    def _unchanged(self) -> Path:
-        """The folder of such pairs, which goes with the engine."""
-        return self._run_directory / f"unchanged-{os.getpid()}"
+    def _own_weights(self) -> Path:
+        """The folder of what this worker has published, which goes with the engine."""
+        return self._run_directory / f"own-weights-{os.getpid()}"
 
     async def release_memory(self) -> None:
         """Give the engine's memory back; `ensure` must follow `restore_memory`."""
@@ -183,7 +187,7 @@ class EngineWorker(RunWorker):
         self._directory = None
         if engine is not None:
             await engine.stop()
-        await asyncio.to_thread(shutil.rmtree, self._unchanged, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._own_weights, ignore_errors=True)
 
     def _processes(self) -> list[int]:
         """This process and those of its engine."""

@@ -35,11 +35,12 @@ def shape(heads: int = 9, pairs: int = 3, width: int = 1536) -> ModelShape:
     )
 
 
-def test_experts_are_refused_where_the_engine_takes_no_new_ones() -> None:
+def test_experts_are_divided_where_there_are_some() -> None:
     experts = shape().model_copy(update={"experts": 8})
-    with pytest.raises(ConfigError, match=r"mixture of 8 experts.*rollout\.engine=torch"):
-        check_stages(config("vllm"), experts, CORES)
-    check_stages(config("torch"), experts, CORES)
+    divided = parse_config(with_(rollout__engine="vllm", rollout__vllm={"expert_parallel": True}))
+    check_stages(divided, experts, CORES)
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.expert_parallel.*leave it out"):
+        check_stages(divided, shape(), CORES)
 
 
 @pytest.mark.parametrize(

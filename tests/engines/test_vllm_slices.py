@@ -34,6 +34,7 @@ def test_each_tensor_parallel_rank_reads_its_slices_once_and_hashes_nothing(
         load_config=None,
         lora_config=None,
     )
+    llama = SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"))
     whole = whole_weights()
     blank = [(name, torch.zeros_like(tensor)) for name, tensor in whole.items()]
     manifest = publish(whole, tmp_path, 1, "float32")
@@ -45,7 +46,7 @@ def test_each_tensor_parallel_rank_reads_its_slices_once_and_hashes_nothing(
             layers.process()
             worker = vllm_worker.PolicyWeights()
             worker.model_runner = SimpleNamespace(
-                get_model=lambda layers=layers: layers, kv_caches=[]
+                get_model=lambda layers=layers: layers, kv_caches=[], model_config=llama
             )
             worker.reload_weights = lambda layers=layers, **given: reload_weights(
                 configuration, layers, weights_path=None, **given

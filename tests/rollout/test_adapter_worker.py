@@ -45,7 +45,7 @@ def test_a_worker_plays_published_pairs_and_those_of_a_checkpoint(tmp_path: Path
     assert 0.0 < found[1][0]["probe"]["probe_mismatch_max"] < 1e-4
     answers = [played for _, played in found]
     # Pairs that change nothing go with the engine that played under them.
-    assert not list((tmp_path / "run").glob("unchanged-*"))
+    assert not list((tmp_path / "run").glob("own-weights-*"))
     assert answers[0] == whole[0][1] == answers[3]
     assert answers[0] != answers[1] == answers[2]
 

@@ -134,16 +134,21 @@ def check_heads(config: PretrainedConfig) -> None:
     at the first prompt."""
     from vllm.platforms import current_platform
 
-    text: Any = config.get_text_config()
-    if not current_platform.is_cpu() or getattr(text, "kv_lora_rank", None):
+    if not current_platform.is_cpu():
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    text: Any = config.get_text_config()
+    if latent := getattr(text, "kv_lora_rank", None):
+        size = latent + text.qk_rope_head_dim
+        sizes, kind = CPUMLABackend.get_supported_head_sizes(), "latent attention"
+    else:
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        sizes, kind = CPUAttentionBackend.get_supported_head_sizes(), "attention"
     if size not in sizes:
         raise ConfigError(
-            f"vLLM on a CPU takes attention heads of {', '.join(map(str, sizes))} numbers, this "
+            f"vLLM on a CPU takes {kind} heads of {', '.join(map(str, sizes))} numbers, this "
             f"{text.model_type} model has heads of {size}: use rollout.engine=torch"
         )
 
@@ -169,6 +174,7 @@ def engine_arguments(
         "max_num_seqs": engine.max_running_requests,
         "scheduling_policy": "priority",
         "tensor_parallel_size": tensor_parallel,
+        "enable_expert_parallel": settings.expert_parallel,
         "trust_remote_code": engine.trust_remote_code,
         "enable_prefix_caching": True,
         # Only grammars need a tokenizer.
@@ -187,6 +193,8 @@ def engine_arguments(
     }
     if not current_platform.is_cpu():
         arguments["enable_sleep_mode"] = True
+        # Other kernels keep experts in an order of their own, which new weights would not have.
+        arguments["moe_backend"] = "triton"
         return arguments
     # vLLM 0.32 on CPU dies when a seeded request is prefilled in chunks ("CPU Generator does not
     # use offset"), so every prompt must fit in one step.

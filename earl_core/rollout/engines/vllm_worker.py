@@ -1,9 +1,9 @@
 """Extension of vLLM's worker processes that replaces the weights of a live engine.
 
-vLLM mixes `PolicyWeights` into its worker (`worker_extension_cls`). Three things that
+vLLM mixes `PolicyWeights` into its worker (`worker_extension_cls`). Four things that
 `reload_weights` of vLLM 0.32 leaves open are closed here: it only logs parameters that did not
-arrive; on CPU a tied output layer keeps multiplying with a packed copy of the old embeddings; and
-nothing compares what is used with what was sent.
+arrive; on CPU a tied output layer keeps multiplying with a packed copy of the old embeddings, and
+experts are not packed again; and nothing compares what is used with what was sent.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from earl_core.rollout.engines.vllm_experts import names_of_vllm, renew_experts, untrained
 from earl_core.rollout.engines.vllm_pairs import PolicyPairs, install_cpu_products
 from earl_core.system.memory import give_back_free_memory, give_back_pages
 from earl_core.tensors.library_paths import plain_libraries
@@ -72,8 +73,9 @@ class PolicyWeights(PolicyPairs):
         model = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
         # Tied names stay out, as in files of save_pretrained: loaders would read them twice.
-        given = {name: weights[name] for name in manifest.tensors}
-        loaded = self._earl_reload(model, given)
+        kind = self.model_runner.model_config.hf_config.model_type
+        given = names_of_vllm({name: weights[name] for name in manifest.tensors}, kind)
+        loaded = self._earl_reload(model, {**untrained(model), **given})
         problem = names_problem(loaded & expected, expected)
         if problem is not None:
             raise RuntimeError(f"the engine's model did not take all weights: {problem}")
@@ -83,6 +85,7 @@ class PolicyWeights(PolicyPairs):
                 f"after the update the output layer still computes with other weights (relative "
                 f"error {error:.3f})"
             )
+        renew_experts(model, given)
         if current_platform.is_cpu():
             # The cache holds keys and values of the old weights, at first a GiB of zeros.
             _give_back(self.model_runner.kv_caches)

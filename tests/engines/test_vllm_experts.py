@@ -1,0 +1,139 @@
+"""Mixtures of experts on vLLM: new experts are the ones that answer, or the engine says which are
+not."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from earl_core.rollout.engines import vllm_environment
+from earl_core.rollout.errors import WeightSyncError
+from earl_core.weights.load import manifest_from_directory
+from earl_core.weights.publish import publish
+from earl_core.weights.renamed import publish_renamed
+from tests.engines.driver import Driver
+from tests.engines.models import POSITIONS, VOCABULARY, model_logprobs, prompt_of, read
+from tests.engines.stale_experts import EXPERT, LAYER, STALE_VERSION
+from tests.engines.starting import start
+
+pytest.importorskip("vllm")
+
+_SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "moe_intermediate_size": 64, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 2,
+    "topk_group": 1, "topk_method": "noaux_tc", "q_lora_rank": 32, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    # A width that the kernel pads.
+    "Qwen3Moe": {"head_dim": 32, "moe_intermediate_size": 48, "num_experts": 8,
+                 "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "Glm4Moe": {"head_dim": 32, "moe_intermediate_size": 64, "n_routed_experts": 8,
+                "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0},
+    "DeepseekV3": _DEEPSEEK,
+}  # fmt: skip
+
+
+EXACT = 3e-5
+"""Nats. Rounding alone: these logits are large."""
+
+
+def make(family: str, directory: Path, seed: int) -> transformers.PreTrainedModel:
+    """A float32 model whose routers choose clearly and whose experts differ."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **FAMILIES[family]})
+    model: transformers.PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.ndim > 1:
+                tensor.normal_(0, 0.15)
+        torch.manual_seed(0)  # no version changes what nobody trains
+        for name, tensor in model.named_buffers():
+            if "correction" in name:
+                tensor.normal_(0, 0.15)
+    model.eval().save_pretrained(directory)
+    return model
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A short path, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="rpc") as directory:
+        yield Path(directory)
+
+
+def worst(driver: Driver, model: transformers.PreTrainedModel) -> float:
+    """The largest difference of log-probs from a plain forward pass."""
+    apart = []
+    for seed in range(4):
+        prompt = prompt_of(seed, 20 + seed)
+        answer = driver.answer(prompt)
+        expected = model_logprobs(model, prompt, answer.tokens, 0.7)
+        apart.append(np.abs(np.subtract(answer.logprobs, expected)).max())
+    return float(max(apart))
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        pytest.param("Qwen3Moe", {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(family, parallel, marks=pytest.mark.campaign)
+            for family, parallel in [
+                ("Mixtral", {}), ("Olmoe", {}), ("Glm4Moe", {}), ("DeepseekV3", {}),
+                ("Qwen3Moe", {"tensor_parallel": 2}),
+                ("Qwen3Moe", {"tensor_parallel": 2, "expert_parallel": True}),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_new_experts_answer_and_one_that_stayed_is_named(
+    family: str,
+    parallel: dict[str, Any],
+    tmp_path: Path,
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There and back."""
+
+    def arguments(*given: Any) -> dict[str, Any]:
+        found = made(*given)
+        return {**found, "worker_extension_cls": "tests.engines.stale_experts.StaleExpert"}
+
+    made = vllm_environment.engine_arguments
+    monkeypatch.setattr(vllm_environment, "engine_arguments", arguments)
+    make(family, tmp_path / "old", 0)
+    new, newest = (make(family, tmp_path / name, seed) for name, seed in (("new", 5), ("next", 7)))
+    driver = start("vllm", tmp_path / "old", scratch, **parallel)
+    try:
+        assert worst(driver, read(tmp_path / "old")) < EXACT
+        published = publish(dict(new.named_parameters()), tmp_path / "published", 3, "float32")
+        driver.run(driver.engine.play_under(published))
+        assert worst(driver, new) < EXACT < worst(driver, read(tmp_path / "old"))
+        files = manifest_from_directory(tmp_path / "old", 4)
+        back = publish_renamed(files, tmp_path / "old", tmp_path / "back")
+        driver.run(driver.engine.play_under(back))
+        assert worst(driver, read(tmp_path / "old")) < EXACT
+        stale = publish(
+            dict(newest.named_parameters()), tmp_path / "more", STALE_VERSION, "float32"
+        )
+        named = rf"expert {EXPERT} of model\.layers\.{LAYER}\..* computes with other weights"
+        with pytest.raises(WeightSyncError, match=named):
+            driver.run(driver.engine.play_under(stale))
+    finally:
+        driver.close()
