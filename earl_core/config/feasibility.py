@@ -12,6 +12,11 @@ from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.errors import ConfigError
 
 
+PROVEN = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")
+"""Mixtures of which vLLM was seen to compute with new experts as the trainer does. DeepSeek's
+loader takes no joined experts, and its CPU build answered otherwise from the start."""
+
+
 def configured(
     stages: StagesConfig,
     rollout: RolloutConfig,
@@ -67,6 +72,11 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
     The message names the degrees that work, or the devices there are.
     """
     check_devices(config, hardware)
+    if model.experts > 1 and config.rollout.engine == "vllm" and model.model_type not in PROVEN:
+        raise ConfigError(
+            f"rollout.engine=vllm was proven to take new experts of {', '.join(PROVEN)} only, and "
+            f"this is a {model.model_type} model of {model.experts}: set rollout.engine=torch"
+        )
     if config.rollout.vllm.expert_parallel and model.experts <= 1:
         raise ConfigError(
             "rollout.vllm.expert_parallel divides experts, and this model has none: leave it out"

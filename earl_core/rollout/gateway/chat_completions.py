@@ -223,8 +223,10 @@ def _message(number: int, message: Any) -> Message:
     for key in ("tool_call_id", "name"):
         if not isinstance(message.get(key), str | None):
             raise invalid(f"{where}.{key} must be a text")
-        if message.get(key) is not None:
-            read[key] = message[key]
+    if message.get("tool_call_id") is not None:
+        read["tool_call_id"] = message["tool_call_id"]
+    if message.get("name") is not None:
+        read["name"] = message["name"]
     return read
 
 
