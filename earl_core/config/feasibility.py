@@ -11,7 +11,6 @@ from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.errors import ConfigError
 
-
 PROVEN = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")
 """Mixtures of which vLLM was seen to compute with new experts as the trainer does. DeepSeek's
 loader takes no joined experts, and its CPU build answered otherwise from the start."""
