@@ -327,7 +327,7 @@ def test_an_aborted_call_leaves_the_group_idle(make_group: MakeGroup, site: Site
             abort=abort,
             **site,
         )
-        assert begun.wait(20)
+        assert begun.wait(120)
         waiting = pool.submit(group.call, "echo", value=2, **site)
         abort.set()
         with pytest.raises(WorkerLost, match="cancelled"):

@@ -255,7 +255,7 @@ def test_a_stopped_rank_holds_up_no_other_group(make_group: MakeGroup, site: Sit
     os.kill(stopped.pids[0], signal.SIGSTOP)
     text = "x" * (32 << 20)
     with ThreadPoolExecutor() as pool:
-        call = pool.submit(stopped.call, "echo", value=text, **{**site, "deadline_seconds": 60})
+        call = pool.submit(stopped.call, "echo", value=text, **{**site, "deadline_seconds": 300})
         time.sleep(1.0)
         assert other.call("echo", value=1, **site) == [1]
         assert not call.done()

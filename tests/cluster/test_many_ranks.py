@@ -29,7 +29,7 @@ from tests.cluster.conftest import gone_within
 RANKS = 4
 TARGET = "tests.cluster.collective_target:Collective"
 ROOT = Path(__file__).resolve().parents[2]
-SITE: dict[str, Any] = {"stage": "update", "iteration": 3, "deadline_seconds": 60}
+SITE: dict[str, Any] = {"stage": "update", "iteration": 3, "deadline_seconds": 300}
 Fresh = Callable[..., list[int]]
 
 

@@ -218,7 +218,8 @@ def test_a_call_over_its_time_is_refused_and_has_not_been(lockstep: bool) -> Non
             if self.slow:
                 self.slow = False
                 # A batch of a lockstep engine goes on without the one that is cancelled.
-                await asyncio.sleep(0.3 if lockstep else 3600)
+                while not (lockstep and self.cancelled):
+                    await asyncio.sleep(0.01)
             return await super().generate(requests)
 
     engine = Slow(lambda sequence, turn: 2, STOP, lockstep=lockstep)

@@ -238,7 +238,7 @@ def test_an_episode_ends_whole_whatever_its_agent_does(tmp_path: Path) -> None:
     check_nothing_is_left()
     # Its own time ends an agent that hangs, and the deadline its whole episode. Nothing else is
     # played beside them: an agent that has not answered once in its time fails.
-    harbor(tmp_path / "ended" / "hangs", "hangs", SOLVED, TIMES.format(4, 20))
+    harbor(tmp_path / "ended" / "hangs", "hangs", SOLVED, TIMES.format(8, 20))
     harbor(tmp_path / "late" / "hangs", "hangs", SOLVED, "[verifier]\ntimeout_sec = 1\n")
 
     async def hanging() -> list[dict[str, Episode]]:

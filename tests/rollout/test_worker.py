@@ -39,6 +39,7 @@ from tests.engines.probes import probe_of
 from tests.rollout.chat_models import tiny_model
 
 DEPLOYMENT = {"stage": "rollout", "threads": 1, "max_running_requests": 64}
+HANGING_SECONDS = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ class Setting:
             "environment": {
                 "name": "tic_tac_toe",
                 "options": {"style": "compact", "illegal_action": "retry", "max_retries": 3},
-                "step_timeout_seconds": 1.0,
+                "step_timeout_seconds": 60.0,
             },
             "rollout": {
                 "engine": "torch",
@@ -277,6 +278,7 @@ def test_episodes_whose_environment_fails_leave_the_shard(setting: Setting) -> N
     setting.config["environment"] |= {
         "name": "tests.rollout.environments:Unreliable",
         "options": {"raising": [1], "hanging": [4]},
+        "step_timeout_seconds": HANGING_SECONDS,
     }
     setting.config["rollout"]["max_failed_share"] = 0.5
     result = setting.run(lambda worker: worker.rollout(range(6)))
@@ -295,6 +297,7 @@ def test_episodes_that_lost_their_host_and_cannot_be_replayed_are_played_anew(
     setting.config["environment"] |= {
         "name": "tests.rollout.environments:Fleeting",
         "options": {"hanging": 3, "mark": str(setting.root / "hung")},
+        "step_timeout_seconds": HANGING_SECONDS,
     }
     setting.config["rollout"]["max_failed_share"] = 0.1
     result = setting.run(lambda worker: worker.rollout(range(6)))
@@ -351,7 +354,7 @@ def test_in_a_worker_group(setting: Setting) -> None:
         log_directory=setting.root / "logs",
     )
     arguments = {"config": setting.config, "run_directory": str(setting.root / "run")}
-    where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 60}
+    where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 300}
     seen: list[dict[str, Any]] = []
     try:
         group.start(DEPLOYMENT, arguments)
