@@ -17,6 +17,7 @@ import pytest
 from earl_core.environments.registry import check
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode
+from tests.environments.test_pool import until
 from tests.rollout.asking import answering, limits
 from tests.rollout.program_agent import ask
 from tests.rollout.test_gateway import played
@@ -54,8 +55,8 @@ def test_a_program_prints_its_reward_and_what_it_does_wrong_costs_its_own_episod
     assert hung.finish_reason == "environment_timeout"
     for name, last in (("silent", "''"), ("words", "'1 or 2'")):
         assert f"its last line is {last}: print the reward" in failures[name]
-    left = [each.info["cmdline"] for each in psutil.process_iter(["cmdline"])]
-    assert not [each for each in left if each in (["sleep", "3600"], ["sleep", "3601"])]
+    sleeping = (["sleep", "3600"], ["sleep", "3601"])
+    until(lambda: not any(p.info["cmdline"] in sleeping for p in psutil.process_iter(["cmdline"])))
 
 
 def test_a_program_posts_its_reward_once() -> None:
