@@ -25,8 +25,8 @@ from tests.engines.switching import assert_switches
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
-REQUESTS, TOKENS = 10, 250
-"""As many tokens as the model has positions: nobody is done before he is asked to stop."""
+REQUESTS, TOKENS = 10, 240
+"""Nearly as many tokens as the model has positions: nobody is done before he is asked to stop."""
 END = 7
 
 
