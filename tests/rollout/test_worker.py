@@ -39,7 +39,6 @@ from tests.engines.probes import probe_of
 from tests.rollout.chat_models import tiny_model
 
 DEPLOYMENT = {"stage": "rollout", "threads": 1, "max_running_requests": 64}
-HANGING_SECONDS = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ class Setting:
             "environment": {
                 "name": "tic_tac_toe",
                 "options": {"style": "compact", "illegal_action": "retry", "max_retries": 3},
-                "step_timeout_seconds": 60.0,
+                "step_timeout_seconds": 4.0,
             },
             "rollout": {
                 "engine": "torch",
@@ -278,7 +277,6 @@ def test_episodes_whose_environment_fails_leave_the_shard(setting: Setting) -> N
     setting.config["environment"] |= {
         "name": "tests.rollout.environments:Unreliable",
         "options": {"raising": [1], "hanging": [4]},
-        "step_timeout_seconds": HANGING_SECONDS,
     }
     setting.config["rollout"]["max_failed_share"] = 0.5
     result = setting.run(lambda worker: worker.rollout(range(6)))
@@ -297,7 +295,6 @@ def test_episodes_that_lost_their_host_and_cannot_be_replayed_are_played_anew(
     setting.config["environment"] |= {
         "name": "tests.rollout.environments:Fleeting",
         "options": {"hanging": 3, "mark": str(setting.root / "hung")},
-        "step_timeout_seconds": HANGING_SECONDS,
     }
     setting.config["rollout"]["max_failed_share"] = 0.1
     result = setting.run(lambda worker: worker.rollout(range(6)))
