@@ -24,8 +24,8 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 FAULTS = "update.step0@2=kill;update.step0@3=hang"
 """Iteration 2 loses its update, iteration 3 never ends; each of them once."""
 
-RUN_SECONDS = 150.0
-PAGE_SECONDS = 90.0
+RUN_SECONDS = 400.0
+PAGE_SECONDS = 180.0
 _ACTS = ("/schedules", "/create_flow_run", "/set_state")
 _LET_CLICKS_THROUGH = """addEventListener("DOMContentLoaded", () => {
   const style = document.createElement("style");

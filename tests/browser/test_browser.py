@@ -14,12 +14,13 @@ from tests.browser.conftest import CHROMIUM, PAGE_SECONDS, RUN_SECONDS, Site, un
 from tests.cli.conftest import Earl
 from tests.flows.server import ask_patiently
 
-CANCEL_SECONDS = 60.0
+CANCEL_SECONDS = 180.0
 """Within which a cancelled flow run's workers are gone, also beside another test; Prefect itself
 kills after 30."""
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="Debian's Chromium reads the pages"),
 ]
 
@@ -127,7 +128,7 @@ def test_a_cancelled_iteration_ends_and_resume_completes_the_run(site: Site, her
     site.wait_for("Running")
     site.confirm("Cancel", "Confirm")
     until(lambda: not _workers(site.run), CANCEL_SECONDS, lambda: _workers(site.run))
-    site.wait_for("Cancelled", seconds=45)
+    site.wait_for("Cancelled")
     done = here.run("resume", site.run.name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (site.run / "checkpoints" / "000003" / "STABLE").exists()
@@ -167,10 +168,8 @@ def test_the_report_opens_from_disk(browser: Browser, here: Earl, site: Site) ->
     assert made.returncode == 0, made.stderr
     context = browser.new_context(offline=True)
     page = context.new_page()
-    started = time.monotonic()
     page.goto((site.run / "report.html").as_uri())
-    page.wait_for_selector("body[data-ready]", state="attached", timeout=20_000)
-    assert time.monotonic() - started < 20
+    page.wait_for_selector("body[data-ready]", state="attached", timeout=PAGE_SECONDS * 1000)
     assert "4 of 4 iterations are finished" in page.locator("#standing").inner_text()
     assert page.locator("#rows tbody tr").count() > 0
     context.close()

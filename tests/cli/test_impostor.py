@@ -165,7 +165,7 @@ def test_no_client_of_ours_takes_another_listener_for_the_server_that_was_there(
             plain.shutdown()
             plain.server_close()
             with impostor(own) as later:
-                shown, errors = client.communicate("\n", timeout=60)
+                shown, errors = client.communicate("\n", timeout=240)
     assert set(pinned.values()) == {"refused\n"}, (pinned, errors)
     # They came, and went away at the sight of its certificate.
     assert all(other.whats(port) == {"tls"} for port in other.ports), other.heard

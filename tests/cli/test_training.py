@@ -16,6 +16,7 @@ from openai import AuthenticationError, OpenAI
 
 from earl_core.run.record import read_lines
 from earl_core.run.run_stores import list_stores
+from earl_core.system.files import FileLock
 from tests.cli.conftest import CONFIG, Earl
 from tests.listeners import Listener, check
 
@@ -208,10 +209,14 @@ def test_a_lost_prefect_server_ends_the_run_with_one_sentence(
     "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
 )
 def test_a_signal_before_the_first_worker(fresh_earl: Earl, number: signal.Signals) -> None:
-    process = fresh_earl.start("train", str(CONFIG), *fresh_earl.settings())
-    _, children = _read_until(process, "starting Prefect")
-    process.send_signal(number)
-    rest = process.communicate(timeout=180)[0]
+    home = fresh_earl.directory / "runs" / "prefect"
+    home.mkdir(parents=True)
+    # However late the signal is, the server has not started: it waits for this.
+    with FileLock(home / "starting.lock"):
+        process = fresh_earl.start("train", str(CONFIG), *fresh_earl.settings())
+        _, children = _read_until(process, "starting Prefect")
+        process.send_signal(number)
+        rest = process.communicate(timeout=180)[0]
     assert process.returncode == 128 + number
     assert "Stopped before the run began." in rest
     _assert_gone(children)

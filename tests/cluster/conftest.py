@@ -102,7 +102,7 @@ def make_group(tmp_path: Path, host: Host) -> Iterator[MakeGroup]:
 
     def make(role: str = "w", target: str = TARGET, **settings: Any) -> WorkerGroup:
         settings.setdefault("heartbeat_seconds", 0.2)
-        settings.setdefault("start_timeout_seconds", 20)
+        settings.setdefault("start_timeout_seconds", 120)
         group = HostedGroup(role, target, log_directory=tmp_path / "logs", **settings)
         group.host = host
         made.append(group)
@@ -116,4 +116,4 @@ def make_group(tmp_path: Path, host: Host) -> Iterator[MakeGroup]:
 @pytest.fixture
 def site() -> dict[str, Any]:
     """The arguments that every call needs."""
-    return {"stage": "rollout", "iteration": 7, "deadline_seconds": 20}
+    return {"stage": "rollout", "iteration": 7, "deadline_seconds": 120}

@@ -17,7 +17,7 @@ def main(log_directory: str, mode: str) -> None:
     group.start({}, {}, world_size=2)
     pids = list(group.pids)
     for kind in ("child", "orphan", "fork"):
-        pids += group.call("spawn", stage="rollout", iteration=0, deadline_seconds=10, kind=kind)
+        pids += group.call("spawn", stage="rollout", iteration=0, deadline_seconds=120, kind=kind)
     monitor = group._monitor
     assert monitor is not None
     if mode == "fork" and os.fork() == 0:

@@ -25,6 +25,8 @@ from tests.cluster.conftest import HERE, MakeGroup, gone_within
 Site = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("child", "orphan", "fork", "stubborn")
+SILENT_SECONDS = 2.5
+"""Without a heartbeat, which a rank that starts on a busy machine is not."""
 
 
 @pytest.fixture
@@ -140,7 +142,7 @@ def test_a_controller_that_fails_leaves_nothing(
 ) -> None:
     process, told = start_controller(controllers, tmp_path, "raise")
     process.wait(60)
-    assert gone_within(told["pids"] + told["supervisors"], 10)
+    assert gone_within(told["pids"] + told["supervisors"], 60)
 
 
 @pytest.mark.parametrize("mode", ["call", "wait"])
@@ -223,7 +225,7 @@ def test_a_crash_in_c_shows_the_stack(make_group: MakeGroup, site: Site) -> None
 
 
 def test_a_stopped_rank_is_stalled(make_group: MakeGroup, site: Site) -> None:
-    group = make_group(heartbeat_timeout_seconds=1.0)
+    group = make_group(heartbeat_timeout_seconds=SILENT_SECONDS)
     group.start({}, {})
     pids = group.pids
     pids += group.call("spawn", kind="child", **site)
@@ -236,7 +238,7 @@ def test_a_stopped_rank_is_stalled(make_group: MakeGroup, site: Site) -> None:
 
 
 def test_a_stopped_rank_does_not_block_a_large_message(make_group: MakeGroup, site: Site) -> None:
-    group = make_group(heartbeat_timeout_seconds=1.0)
+    group = make_group(heartbeat_timeout_seconds=SILENT_SECONDS)
     group.start({}, {})
     os.kill(group.pids[0], signal.SIGSTOP)
     begin = time.monotonic()
@@ -253,7 +255,7 @@ def test_a_stopped_rank_holds_up_no_other_group(make_group: MakeGroup, site: Sit
     os.kill(stopped.pids[0], signal.SIGSTOP)
     text = "x" * (32 << 20)
     with ThreadPoolExecutor() as pool:
-        call = pool.submit(stopped.call, "echo", value=text, **{**site, "deadline_seconds": 60})
+        call = pool.submit(stopped.call, "echo", value=text, **{**site, "deadline_seconds": 300})
         time.sleep(1.0)
         assert other.call("echo", value=1, **site) == [1]
         assert not call.done()
@@ -262,17 +264,17 @@ def test_a_stopped_rank_holds_up_no_other_group(make_group: MakeGroup, site: Sit
 
 
 def test_a_busy_rank_is_not_stalled(make_group: MakeGroup, site: Site) -> None:
-    group = make_group(heartbeat_timeout_seconds=1.2)
+    group = make_group(heartbeat_timeout_seconds=SILENT_SECONDS)
     group.start({}, {})
-    group.call("sleep", seconds=1.5, **site)
-    time.sleep(1.5)
+    group.call("sleep", seconds=SILENT_SECONDS + 0.3, **site)
+    time.sleep(SILENT_SECONDS + 0.3)
     assert group.alive
 
 
 def test_one_rank_fails_while_the_other_hangs(
     make_group: MakeGroup, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("earl_core.cluster.rpc.STRAGGLER_SECONDS", 0.5)
+    monkeypatch.setattr("earl_core.cluster.rpc.STRAGGLER_SECONDS", 60.0)
     group = make_group()
     group.start({}, {}, world_size=2)
     pids = group.pids
@@ -280,6 +282,7 @@ def test_one_rank_fails_while_the_other_hangs(
         group.call("fail_on", rank=1, others_seconds=0.2, **site)
     assert caught.value.rank == 1
     assert group.alive
+    monkeypatch.setattr("earl_core.cluster.rpc.STRAGGLER_SECONDS", 0.5)
     with pytest.raises(WorkerCallFailed, match="rank 0 cannot go on") as caught:
         group.call("fail_on", rank=0, others_seconds=600, **site)
     assert caught.value.rank == 0

@@ -29,7 +29,7 @@ from tests.cluster.conftest import gone_within
 RANKS = 4
 TARGET = "tests.cluster.collective_target:Collective"
 ROOT = Path(__file__).resolve().parents[2]
-SITE: dict[str, Any] = {"stage": "update", "iteration": 3, "deadline_seconds": 60}
+SITE: dict[str, Any] = {"stage": "update", "iteration": 3, "deadline_seconds": 300}
 Fresh = Callable[..., list[int]]
 
 
@@ -80,7 +80,7 @@ def test_a_lost_worker_is_reported_while_the_others_wait_for_it(
 
     with pytest.raises(WorkerLost, match="SIGKILL") as caught:
         group.call("block", on_progress=count, **SITE)
-    assert time.monotonic() - killed_at[0] < 10
+    assert time.monotonic() - killed_at[0] < 50
     error = caught.value
     assert (error.rank, error.ended) == (victim, -signal.SIGKILL)
     assert not error.out_of_memory
@@ -104,8 +104,8 @@ def test_an_out_of_memory_kill_of_one_rank_is_named(group: Any, fresh: Fresh) ->
 
 def test_ranks_that_wait_for_ever_end_at_the_deadline(group: Any, fresh: Fresh) -> None:
     pids = fresh()
-    with pytest.raises(WorkerLost, match=r"(?s)deadline of 1 s.*in block") as caught:
-        group.call("block", **{**SITE, "deadline_seconds": 1.0})
+    with pytest.raises(WorkerLost, match=r"(?s)deadline of 4 s.*in block") as caught:
+        group.call("block", **{**SITE, "deadline_seconds": 4.0})
     assert "iteration 3" in str(caught.value)
     assert not group.alive
     assert gone_within(pids, 60)

@@ -107,7 +107,7 @@ def test_a_target_settles_in_its_place(tmp_path: Path, visible: str | None, expe
         # An engine counts its GPUs itself. A fork server that has loaded torch for another test
         # would have any other role's rank refuse GPUs that this host may lack.
         group.start({"stage": "rollout"}, arguments)
-        (found,) = group.call("look", stage="", iteration=0, deadline_seconds=30)
+        (found,) = group.call("look", stage="", iteration=0, deadline_seconds=300)
     finally:
         group.stop()
     assert found == {"word": "here", "cores": [core], "gpus": expected}

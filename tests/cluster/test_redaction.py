@@ -14,7 +14,7 @@ from earl_core.cluster.rank_process import WorkerContext
 from earl_core.secrets import resolve
 from tests.cluster.conftest import HERE, MakeGroup
 
-SITE: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 30}
+SITE: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 300}
 INHERITED = "sesame/open up"
 
 

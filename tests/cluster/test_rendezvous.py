@@ -11,7 +11,7 @@ from earl_core.cluster.rank_process import WorkerContext
 from tests.cluster.conftest import HERE, MakeGroup
 from tests.listeners import listeners
 
-SITE: dict[str, Any] = {"stage": "update", "iteration": 0, "deadline_seconds": 60}
+SITE: dict[str, Any] = {"stage": "update", "iteration": 0, "deadline_seconds": 300}
 
 
 class Thief:

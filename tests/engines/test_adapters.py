@@ -85,7 +85,7 @@ def test_versions_answer_side_by_side_each_with_its_own_numbers(
             if version:
                 await engine.play_under(manifests[version])
             asked = [
-                request(10 * version + index, prompt, max_tokens=120, temperature=1.0)
+                request(10 * version + index, prompt, max_tokens=180, temperature=1.0)
                 for index, prompt in enumerate(PROMPTS)
             ]
             running.append(asyncio.create_task(engine.generate(asked)))
@@ -100,7 +100,7 @@ def test_versions_answer_side_by_side_each_with_its_own_numbers(
     assert bench.held() == 1
     for (version, model), answers in zip(models.items(), found, strict=True):
         _check(model, PROMPTS, answers)
-        assert [each.spans for each in answers] == [[VersionSpan(version, 0, 120)]] * len(PROMPTS)
+        assert [each.spans for each in answers] == [[VersionSpan(version, 0, 180)]] * len(PROMPTS)
     one, other = (model_logprobs(models[v], PROMPTS[1], found[2][1].tokens, 1.0) for v in (1, 2))
     assert np.abs(np.subtract(one, other)).mean() > 0.05
 

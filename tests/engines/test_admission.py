@@ -45,7 +45,7 @@ async def settled() -> None:
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
     async def timely() -> None:
-        await asyncio.wait_for(work(), 10)
+        await asyncio.wait_for(work(), 200)
 
     asyncio.run(timely())
 

@@ -25,7 +25,8 @@ from tests.engines.switching import assert_switches
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
-REQUESTS, TOKENS = 10, 160
+REQUESTS, TOKENS = 10, 240
+"""Nearly as many tokens as the model has positions: nobody is done before he is asked to stop."""
 END = 7
 
 
@@ -126,9 +127,10 @@ def test_each_part_of_an_answer_has_draws_of_its_own() -> None:
 
 def test_an_answer_that_is_stopped_can_be_cancelled(driver: Driver) -> None:
     async def work() -> Completion:
-        engine = InterruptibleEngine(driver.engine)
-        answer = asyncio.create_task(engine.generate([asked(0)]))
-        await asyncio.sleep(0.05)
+        engine, begun = InterruptibleEngine(driver.engine), asyncio.Event()
+        heard = replace(asked(0), on_tokens=lambda _: begun.set())
+        answer = asyncio.create_task(engine.generate([heard]))
+        await begun.wait()
         await engine.hold()
         assert not answer.done()
         await engine.cancel([0, 5])

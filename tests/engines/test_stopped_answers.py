@@ -95,7 +95,7 @@ def test_answers_stop_and_go_on_whole_and_those_that_are_cancelled_end() -> None
             await asyncio.sleep(0)
             assert not inner.inside
             engine.go_on()
-        return list(await asyncio.wait_for(asyncio.gather(*answers), 30))
+        return list(await asyncio.wait_for(asyncio.gather(*answers), 200))
 
     found = asyncio.run(work())
     for number, each in enumerate(found):
@@ -147,7 +147,7 @@ def test_an_answer_of_a_form_is_waited_for_once_it_has_tokens() -> None:
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), 200))
 
 
 def test_an_error_of_vllm_ends_the_answer_of_a_form_alone() -> None:

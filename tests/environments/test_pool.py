@@ -103,7 +103,7 @@ async def test_games_in_lockstep() -> None:
 
 async def test_faults_cost_their_own_episode_only() -> None:
     """Two hundred games at once; some raise, return nonsense, hang in three ways."""
-    async with running(COUNTING, hosts=2, step_timeout_seconds=1.0) as pool:
+    async with running(COUNTING, hosts=2, step_timeout_seconds=2.0) as pool:
         odd = await play_many(
             pool,
             200,
@@ -129,7 +129,7 @@ async def test_faults_cost_their_own_episode_only() -> None:
 async def test_exceptions_that_are_no_errors_cost_their_episode_too(name: str) -> None:
     async with running(name, step_timeout_seconds=2.0) as pool:
         plays = (play(pool, n, ["a", said]) for n, said in enumerate(("own", "generator")))
-        assert await asyncio.wait_for(asyncio.gather(*plays), 10) == ["exception"] * 2
+        assert await asyncio.wait_for(asyncio.gather(*plays), 100) == ["exception"] * 2
         assert pool.host_restarts == 0
 
 

@@ -26,16 +26,19 @@ async def naps(pool: EnvironmentPool, episodes: int) -> tuple[float, int]:
 async def test_waiting_overlaps(name: str) -> None:
     async with running(name) as pool:
         await asyncio.gather(*(pool.reset(episode, episode, 7) for episode in range(32)))
-        await naps(pool, 32)  # begins the threads
-        _, together = await naps(pool, 32)
+        together, tries = 0, 0
+        # The first begin the threads, and a machine that pauses parts others.
+        while together <= 16 and tries < 20:
+            together = max(together, (await naps(pool, 32))[1])
+            tries += 1
         assert together > 16
 
 
 async def test_threads_are_bounded_and_waiting_for_one_is_not_over_the_deadline() -> None:
-    async with running(COUNTING, hosts=2, concurrency=3, step_timeout_seconds=0.5) as pool:
-        await asyncio.gather(*(pool.reset(episode, episode, 7) for episode in range(16)))
-        seconds, together = await naps(pool, 16)
-        assert seconds > 0.75
+    async with running(COUNTING, hosts=2, concurrency=3, step_timeout_seconds=2.0) as pool:
+        await asyncio.gather(*(pool.reset(episode, episode, 7) for episode in range(48)))
+        seconds, together = await naps(pool, 48)
+        assert seconds > 2.2
         assert together <= 4
         assert pool.host_restarts == 0
 
@@ -56,12 +59,12 @@ async def test_slow_calls_run_side_by_side(tmp_path: Path) -> None:
 
 async def test_a_closed_episodes_coroutine_is_cancelled(tmp_path: Path) -> None:
     options = {"directory": str(tmp_path)}
-    async with running(WAITING, options, step_timeout_seconds=0.4) as pool:
+    async with running(WAITING, options, step_timeout_seconds=2.0) as pool:
         await pool.reset(1, 1, 7)
         step = asyncio.create_task(pool.step(1, "wait 1000"))
         await asyncio.sleep(0.05)
         await pool.close(1)
-        await asyncio.sleep(1)  # over its deadline, had it gone on
+        await asyncio.sleep(2.5)  # over its deadline, had it gone on
         assert step.cancelled()
         await pool.reset(1, 1, 7)
         with pytest.raises(EnvironmentFailed, match=r"exception[\s\S]*CancelledError"):
@@ -72,7 +75,7 @@ async def test_a_closed_episodes_coroutine_is_cancelled(tmp_path: Path) -> None:
 
 
 async def test_environments_that_must_not_run_side_by_side() -> None:
-    async with running(f"{USER}:Serial", step_timeout_seconds=0.5) as pool:
+    async with running(f"{USER}:Serial", step_timeout_seconds=2.0) as pool:
         await asyncio.gather(*(pool.reset(i, i, 7) for i in range(40)))
         await asyncio.gather(*(pool.step(i, "sleep 0.02") for i in range(40)))
         others = asyncio.gather(*(pool.step(i, "x") for i in range(1, 40)))

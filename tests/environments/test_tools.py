@@ -49,7 +49,7 @@ def in_pool(
     **options: Any,
 ) -> None:
     async def run() -> None:
-        options.setdefault("tool_timeout_seconds", 0.5)
+        options.setdefault("tool_timeout_seconds", 1.5)
         pool = EnvironmentPool(name, tools=tools, **options)
         await pool.start()
         try:
@@ -113,7 +113,7 @@ async def faults_are_told(pool: EnvironmentPool, episode: int) -> None:
         "Error: add cannot take these arguments: '2' is not of type 'integer' of first",
         "Error: add has no argument third",
         "Error: ValueError: out of order",
-        "Error: slow took over 0.5 s",
+        "Error: slow took over 1.5 s",
     ]
     assert result.info == {"tool_errors": 6}
     assert (result.reward, result.done) == (0.0, False)
@@ -137,7 +137,7 @@ async def what_is_returned_is_awaited_and_written(pool: EnvironmentPool, episode
     awaited, unwritten, dozed = texts(result)
     assert awaited == "awaited"
     assert unwritten.startswith("Error: TypeError: keys must be")
-    assert dozed == "Error: dozing took over 0.5 s"
+    assert dozed == "Error: dozing took over 1.5 s"
     assert result.info == {"tool_errors": 2}
 
 
@@ -167,7 +167,7 @@ def test_a_tool_that_never_returns_or_dies_costs_its_own_episode() -> None:
         # The other episode was replayed each time, its tool calls with it.
         assert (await pool.step(1, "done")).info == {"bought": ["tea"], "told": 2}
 
-    in_pool(scenario, step_timeout_seconds=1.0)
+    in_pool(scenario, step_timeout_seconds=3.0)
 
 
 def test_python_runs_with_limits_and_without_network(monkeypatch: pytest.MonkeyPatch) -> None:

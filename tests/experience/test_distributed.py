@@ -308,7 +308,7 @@ class Ranks:
     def call(self, method: str, manifests: list[Manifest], **more: Any) -> list[dict[str, Any]]:
         given = [self.run.seal(each).model_dump(mode="json") for each in manifests]
         return self.group.call(
-            method, stage="s", iteration=0, deadline_seconds=60, manifests=given, **more
+            method, stage="s", iteration=0, deadline_seconds=300, manifests=given, **more
         )
 
     def close(self) -> None:

@@ -64,10 +64,11 @@ def _start_server() -> dict[str, str]:
         env={**os.environ, **environment},
         start_new_session=True,
     )
-    deadline = time.monotonic() + 120
+    # All tests of flows wait for it, and none would go on without it.
+    deadline = time.monotonic() + 400
     while True:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=2)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=20)
             return environment
         except OSError:
             if time.monotonic() > deadline or server.poll() is not None:

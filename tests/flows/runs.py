@@ -182,7 +182,7 @@ class Runs:
                 found.append(process)
         return found
 
-    def wait_for_workers_to_end(self, seconds: float = 60.0) -> None:
+    def wait_for_workers_to_end(self, seconds: float = 240.0) -> None:
         """Fail unless every worker process is gone within this time."""
         deadline = time.monotonic() + seconds
         while left := self.workers():

@@ -21,11 +21,26 @@ pytestmark = pytest.mark.slow
 
 _SCRIPT = """
 import os
+import pathlib
 import signal
 import threading
+import time
 
+gate = pathlib.Path("gate").absolute()
+gate.touch()
+os.environ |= {{"EARL_FAULT": "update.step0@2=wait", "EARL_FAULT_GATE": str(gate)}}
 from flows.api import Run
 from earl_core.config import ConfigError
+from earl_core.run.record import read_lines
+
+def interrupt(ledger):
+    "In the middle of iteration 2, which does not end before."
+    begun = {{"iteration": 2, "stage": "update", "event": "started"}}
+    while not any(begun.items() <= line.items() for line in read_lines(ledger)):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+    gate.unlink()
 
 config = {config!r}
 run = Run.from_file(config, {{"checkpoint.every": 1}}, iterations=4)
@@ -36,8 +51,7 @@ for iteration in run:
 assert [each.number for each in run.iterations] == [0], run
 try:
     for iteration in run:
-        # In the middle of the next one.
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt, args=(run.directory / "ledger.jsonl",)).start()
     raise AssertionError("it was not interrupted")
 except KeyboardInterrupt:
     print("interrupted after", iteration.number)

@@ -24,7 +24,7 @@ from tests.flows.test_selector_runs import plan
 
 def hold(runs: Runs, gate: Path) -> None:
     """The first update, until the second rollout has begun, or for so long that it never will."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while (1, "rollout") not in runs.executed("started", "loose") and time.monotonic() < deadline:
         time.sleep(0.05)
     gate.unlink()

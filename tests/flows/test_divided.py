@@ -172,16 +172,21 @@ def test_a_learner_that_is_killed_while_and_after_devices_move_goes_back_with_th
 
 
 TOO_LITTLE = """
-import asyncio, os
+import asyncio, os, threading, time
 from pathlib import Path
 from earl_core.selector.choice import combination
 from flows.train import train
 
 asked = combination.lack_of_memory
 
+def open_gate():
+    while not Path({chosen!r}).exists():
+        time.sleep(0.05)
+    Path(os.environ["EARL_FAULT_GATE"]).unlink(missing_ok=True)
+
+threading.Thread(target=open_gate, daemon=True).start()
+
 def lack(predictor, rows):
-    if predictor.given.iteration == 2:
-        Path(os.environ["EARL_FAULT_GATE"]).unlink(missing_ok=True)
     beside = predictor.division.placed.side_by_side and predictor.given.forbidden
     return "too little for both sides" if beside else asked(predictor, rows)
 
@@ -189,7 +194,7 @@ combination.lack_of_memory = lack
 asyncio.run(train(config={config!r}, overrides={overrides!r}))
 """
 """A machine whose memory holds both sides at a time until one has run out of it; what waits at the
-gate goes on once iteration 2 is laid out."""
+gate goes on once the layout of iteration 2 is sealed, the file `chosen`."""
 
 
 @pytest.mark.slow
@@ -207,7 +212,8 @@ def test_an_update_that_fits_no_longer_beside_rollouts_takes_turns_with_them(
     gate.touch()
     runs.environment["EARL_FAULT_GATE"] = str(gate)
     runs.environment["EARL_FAULT"] = "update.before@1=wait;update.microbatch1@1=memory"
-    text = TOO_LITTLE.format(config=str(runs.config), overrides=list(settings))
+    chosen = str(runs.run() / "iterations" / "000002" / "select.json")
+    text = TOO_LITTLE.format(config=str(runs.config), overrides=list(settings), chosen=chosen)
     runs.script(text, warm.CONTROLLER)
     assert placement(runs, 0) == "separate"
     assert (placement(runs, 1), plan(runs, 1).attempt) == ("colocated", 1)

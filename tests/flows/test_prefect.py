@@ -61,7 +61,7 @@ def worker(runs: Runs, project: Path, **more: str) -> Iterator[None]:
         yield
     finally:
         os.killpg(started.pid, 15)
-        started.wait(60)
+        started.wait(240)
         output.close()
 
 
@@ -108,13 +108,17 @@ class Submitted:
         until(lambda: exits().count(_EXITED) > self._exits, 360, exits)
 
     def retry(self) -> None:
-        """Prefect's own Retry, the same flow run again, until it is completed. The worker writes
-        its lines before it tells the server; where that crashes the retry, it is asked for anew."""
+        """Prefect's own Retry, the same flow run again, until it is completed and its process is
+        over. The worker writes its lines before it tells the server; where that ends the retry, it
+        is asked for anew."""
         for _ in range(3):
             time.sleep(3)
+            self._exits = self._log.read_text().count(_EXITED)
             self.set_state("SCHEDULED", "AwaitingRetry")
-            self.until("Completed", "Crashed")
+            self.until("Completed", "Crashed", "Cancelled")
             if self.state() == "Completed":
+                # Its line would be taken for that of the next flow run.
+                self.wait_for_process()
                 return
         raise AssertionError((self.message(), self.logs()))
 
@@ -189,7 +193,7 @@ def _iteration_waits_for_its_run_is_cancelled_and_retried(runs: Runs) -> None:
         lock.release()
     until((runs.directory / "once" / "update.step0@2").exists, 480, flow_run.logs)
     flow_run.set_state("CANCELLING", "Cancelling")
-    runs.wait_for_workers_to_end(60)
+    runs.wait_for_workers_to_end(240)
     flow_run.until("Cancelled")
     flow_run.wait_for_process()
     flow_run.retry()

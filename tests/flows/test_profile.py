@@ -75,7 +75,7 @@ class Profiles:
 
     def finish(self, fault: str = "") -> str:
         """A profile to its end; what it printed."""
-        code = self.start(fault).wait(200)
+        code = self.start(fault).wait(280)
         assert code == 0, self.output()
         return self.output()
 
@@ -85,7 +85,7 @@ class Profiles:
         return read_table(self.directory, files[0].stem) if files else ProfileTable()
 
     def wait_for(self, condition: Callable[[], bool], process: Process) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 280
         while not condition():
             assert process.poll() is None, self.output()
             assert time.monotonic() < deadline

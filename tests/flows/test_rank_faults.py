@@ -23,7 +23,6 @@ RANKS = (
     "stages.update.shard=2",
     "update.max_tokens_per_microbatch=8",
     NO_KL,
-    "deadlines.heartbeat=4",
 )
 STAGES = [stage for stage in ALL_STAGES if stage != "reference"]
 
@@ -120,13 +119,14 @@ def test_a_run_with_a_fault_of_one_rank_in_every_iteration(
         f"{point}@{iteration}:{rank}={action}"
         for iteration, (point, rank, action) in enumerate([*LOSSES, *faults])
     )
+    silent = "deadlines.heartbeat=4"
     for iteration, (_, _, _, reason) in enumerate(FAILURES, len(LOSSES)):
-        output = runs.train(*RANKS, fault=fault, expect=1)
+        output = runs.train(*RANKS, silent, fault=fault, expect=1)
         assert reason in output, output
         assert re.search(rf"stage 'update' of iteration {iteration}\b", output), output
         assert re.search(r"its log .*update-\d\.log:\n", output), output
         runs.wait_for_workers_to_end()
-    runs.train(*RANKS)
+    runs.train(*RANKS, silent)
     stages = [point.partition(".")[0] for point, _, _ in LOSSES]
     assert repeats(runs) == list(enumerate(stages))
     assert_whole(runs, len(LOSSES) + len(FAILURES))

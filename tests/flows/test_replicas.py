@@ -230,13 +230,13 @@ def test_an_engine_goes_on_to_the_next_rollout_and_comes_back(
     (tmp_path / "hold").touch()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(played, controller, engines(2), 0, weights)
-        assert left.get(timeout=60) == 0
+        assert left.get(timeout=300) == 0
         second = pool.submit(played, controller, engines(2), 1, newer)
-        assert left.get(timeout=60) == 1
+        assert left.get(timeout=300) == 1
         assert not first.done()
         kill_the_held_engine(controller, tmp_path)
-        assert_equal(controller, first.result(60), alone[0])
-        ahead = second.result(60)
+        assert_equal(controller, first.result(300), alone[0])
+        ahead = second.result(300)
     assert first.result()["metrics"]["replicas_lost"] == 1
     told = [
         [(row["episode_id"], row["tokens"]) for row in each]

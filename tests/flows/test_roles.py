@@ -43,7 +43,7 @@ def people(directory: Path) -> Iterator[list[str]]:
 def test_roles_are_trained_by_their_own_returns_and_later_ratings(
     runs: Runs, tmp_path: Path, mode: str
 ) -> None:
-    options = {"directory": str(tmp_path / "ratings"), "poll_seconds": 0.1, "deadline_seconds": 60}
+    options = {"directory": str(tmp_path / "ratings"), "poll_seconds": 0.1, "deadline_seconds": 300}
     functions = [{"function": "later", "label": "people", "options": options}]
     overrides = (
         *LEARNING,

@@ -37,7 +37,7 @@ async def main():
         async with db.session_context(begin_transaction=True) as session:
             await session.execute(sa.text(ADD), {"who": "second"})
 
-    await asyncio.wait_for(asyncio.gather(first(), second()), 20)
+    await asyncio.wait_for(asyncio.gather(first(), second()), 100)
     async with db.session_context() as session:
         print((await session.execute(sa.text("SELECT who FROM told ORDER BY number"))).all())
 

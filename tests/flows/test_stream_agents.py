@@ -23,7 +23,7 @@ from tests.flows.test_stream import BATCH, assert_once_and_young, stream
 
 pytestmark = pytest.mark.slow
 
-CALL_SECONDS, UPDATE_SECONDS = 3.0, 6.0
+CALL_SECONDS, UPDATE_SECONDS = 6.0, 9.0
 AGENT = {
     "agent": "tests.rollout.agents:talking",
     "options": {"turns": {"7": 8, "8": 20, "12": 36}, "patience": UPDATE_SECONDS - 1},

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 class HeldLoss(PPOClip):
-    """PPO's, once the file `gate` is not there."""
+    """PPO's, once the file `gate` is not there; it holds nobody before the file `after` is."""
 
     gate: str
+    after: str
 
     def per_token(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        while Path(self.gate).exists():
+        while Path(self.gate).exists() and Path(self.after).exists():
             time.sleep(0.1)
         return super().per_token(inputs)

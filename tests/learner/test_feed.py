@@ -130,7 +130,7 @@ def test_the_next_microbatch_is_packed_while_the_current_one_is_used(
     monkeypatch.setattr(feed_module, "pack", signalling)
     for number, _ in enumerate(Feed(CPU).microbatches(samples, plan)):
         if number + 1 < len(plan):
-            assert packed[number + 1].wait(20)
+            assert packed[number + 1].wait(200)
         if number + 2 < len(plan):
             assert not packed[number + 2].is_set()
 

@@ -178,8 +178,8 @@ def test_a_rank_that_others_wait_for_is_named_at_the_deadline(
     group.call("restore", checkpoint=None, **SITE)
     group.call("arm", fault="update.microbatch2@0:1=hang", **SITE)
     logs = Path(recorded.root / "logs")
-    with pytest.raises(WorkerError, match=r"(?s)deadline of 5 s.*Neither did ranks \[1\]"):
-        group.call("update", **given, **{**SITE, "deadline_seconds": 5})
+    with pytest.raises(WorkerError, match=r"(?s)deadline of 10 s.*Neither did ranks \[1\]"):
+        group.call("update", **given, **{**SITE, "deadline_seconds": 10})
     assert "in point" in (logs / "update-1.log").read_text().rsplit("Thread", 1)[1]
     assert_ready_again(group, recorded, given, digest)
 

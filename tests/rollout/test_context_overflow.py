@@ -193,7 +193,7 @@ def test_both_cross_the_wire_with_their_numbers(
         log_directory=setting.root / "logs",
     )
     arguments = {"config": setting.config, "run_directory": str(setting.root / "run")}
-    where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 60}
+    where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 300}
     try:
         group.start({**DEPLOYMENT, "max_model_len": 60}, arguments)
         group.call("ensure", weights=setting.weights(), **where)

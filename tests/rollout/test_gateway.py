@@ -149,7 +149,7 @@ def test_what_an_agent_does_wrong_costs_its_own_episode() -> None:
     settings = limits(max_failed_share=1.0)
     options = {"faults": FAULTS}
     found, meter, pool = asyncio.run(
-        played(answering(), "unreliable", 18, settings, options, seconds=4.0)
+        played(answering(), "unreliable", 18, settings, options, seconds=8.0)
     )
     reasons = [episode.finish_reason for episode in found[::2]]
     assert reasons[:4] == ["environment_error"] * 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -51,15 +50,14 @@ def test_what_one_session_sends_keeps_nobody_waiting(monkeypatch: pytest.MonkeyP
         sent = asyncio.create_task(asking.post(large))
         other = asking.gateway.open(specs(2)[1])
         headers = {"Authorization": f"Bearer {other.key}"}
-        url, longest = f"{asking.gateway.base_url(other)}/models", 0.0
+        url, answered = f"{asking.gateway.base_url(other)}/models", 0
         while not sent.done():
-            begun = time.monotonic()
             assert (await asking.http.get(url, headers=headers)).status_code == 200
-            longest = max(longest, time.monotonic() - begun)
+            answered += 1
         assert (await sent).status_code == 200
         (sample,) = asking.session.end(1.0, {}).samples
         assert sum(mask == 0 for mask in sample.loss_mask) > 300_000
-        assert longest < 1.0
+        assert answered > 10
 
     asked(scenario, engine)
 
@@ -218,7 +216,8 @@ def test_a_call_over_its_time_is_refused_and_has_not_been(lockstep: bool) -> Non
             if self.slow:
                 self.slow = False
                 # A batch of a lockstep engine goes on without the one that is cancelled.
-                await asyncio.sleep(0.3 if lockstep else 3600)
+                while not (lockstep and self.cancelled):
+                    await asyncio.sleep(0.01)
             return await super().generate(requests)
 
     engine = Slow(lambda sequence, turn: 2, STOP, lockstep=lockstep)

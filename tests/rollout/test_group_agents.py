@@ -21,8 +21,8 @@ from tests.rollout.chat_models import tiny_model
 from tests.rollout.test_group_worker import GROUPS, given, parked, played, rows, sampled
 from tests.rollout.test_worker import Setting
 
-AWAY_SECONDS = 6.0
-CALL_SECONDS, EPISODE_SECONDS = 4.0, 4.5
+AWAY_SECONDS = 9.0
+CALL_SECONDS, EPISODE_SECONDS = 7.0, 7.5
 GAME = {"style": "compact", "opponent": "policy", "illegal_action": "retry", "max_retries": 3}
 OPPOSED = {"name": "tic_tac_toe", "options": GAME, "step_timeout_seconds": EPISODE_SECONDS}
 
@@ -123,7 +123,7 @@ def test_an_evaluation_is_played_while_agents_hold_all_threads(
             await worker.admit(given())
             await worker.finished(0.0, 1)
             evaluating = worker.evaluate(2, weights=setting.weights(0))
-            tally = (await asyncio.wait_for(evaluating, 25))["tally"]
+            tally = (await asyncio.wait_for(evaluating, 200))["tally"]
             await worker.load(setting.weights(1))
             return tally, await played(worker)
         finally:

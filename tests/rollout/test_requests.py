@@ -311,7 +311,7 @@ def test_a_form_that_takes_too_long_to_compare_is_compared_once(
 
     monkeypatch.setattr(constraints, "_CHECK", Slow())
     monkeypatch.setattr(constraints, "_slow", set())
-    monkeypatch.setattr(form_counts, "_COUNTING_SECONDS", 0.5)
+    monkeypatch.setattr(form_counts, "_COUNTING_SECONDS", 2.0)
 
     async def scenario(asking: Asking) -> None:
         for pattern in ("(a+)+b", "(a+)+b", "(a+)+c", "(a+)+d"):

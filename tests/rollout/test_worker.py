@@ -60,7 +60,7 @@ class Setting:
             "environment": {
                 "name": "tic_tac_toe",
                 "options": {"style": "compact", "illegal_action": "retry", "max_retries": 3},
-                "step_timeout_seconds": 1.0,
+                "step_timeout_seconds": 4.0,
             },
             "rollout": {
                 "engine": "torch",
@@ -351,7 +351,7 @@ def test_in_a_worker_group(setting: Setting) -> None:
         log_directory=setting.root / "logs",
     )
     arguments = {"config": setting.config, "run_directory": str(setting.root / "run")}
-    where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 60}
+    where: dict[str, Any] = {"stage": "rollout", "iteration": 0, "deadline_seconds": 300}
     seen: list[dict[str, Any]] = []
     try:
         group.start(DEPLOYMENT, arguments)

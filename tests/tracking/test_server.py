@@ -122,7 +122,7 @@ def test_hanging_at_start(runs: Runs, paused: Server, caplog: pytest.LogCaptureF
     # Whoever ends before the first time-out waits for that and no longer.
     started = time.monotonic()
     tracker.close()
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 100
     (warning,) = warnings_in(caplog)
     assert "does not answer in time" in warning.getMessage()
     assert tracker.failing
