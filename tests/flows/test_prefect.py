@@ -137,33 +137,18 @@ class Submitted:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_flow_runs_queue_are_cancelled_and_retried_from_the_server(
-    runs: Runs, tmp_path: Path
-) -> None:
-    (tmp_path / "once").mkdir()
-    fault = {
-        "EARL_FAULT": "update.step0@1=kill;update.step0@2=hang",
-        "EARL_FAULT_ONCE": str(tmp_path / "once"),
-    }
-    with worker(runs, tmp_path / "project", **fault):
-        _training_fails_with_a_sentence_and_is_retried(runs)
-        _iteration_waits_for_its_run_is_cancelled_and_retried(runs)
-    # Prefect itself prints others, of a server that answered late.
-    log = (tmp_path / "project" / "worker.log").read_text()
-    assert not re.search(r'File ".*/(flows|tasks|earl_core)/', log), log
-
-
-def _training_fails_with_a_sentence_and_is_retried(runs: Runs) -> None:
-    flow_run = Submitted(
-        runs, "train", config=str(runs.config), iterations=2, overrides=["deadlines.repeats=0"]
-    )
-    flow_run.until("Failed")
-    flow_run.wait_for_process()
-    assert flow_run.seen()["name"] == "train run"
-    assert flow_run.message().startswith("Worker group 'update', rank 0")
-    assert flow_run.message().endswith(f". Continue with: earl resume {runs.run()}")
-    assert "iteration 0: return" in flow_run.logs()
-    flow_run.retry()
+def test_a_training_fails_with_a_sentence_and_is_retried(runs: Runs, tmp_path: Path) -> None:
+    with worker(runs, tmp_path / "project", **_once("update.step0@1=kill", tmp_path)):
+        flow_run = Submitted(
+            runs, "train", config=str(runs.config), iterations=2, overrides=["deadlines.repeats=0"]
+        )
+        flow_run.until("Failed")
+        flow_run.wait_for_process()
+        assert flow_run.seen()["name"] == "train run"
+        assert flow_run.message().startswith("Worker group 'update', rank 0")
+        assert flow_run.message().endswith(f". Continue with: earl resume {runs.run()}")
+        assert "iteration 0: return" in flow_run.logs()
+        flow_run.retry()
     # One page of each kind, as the run stands now; what only we read stands beside no name.
     assert set(flow_run.seen()["tags"]) == {"earl", "run", "train"}
     pages = flow_run.pages()
@@ -174,25 +159,33 @@ def _training_fails_with_a_sentence_and_is_retried(runs: Runs) -> None:
     assert [runs.executed("sealed").count((1, s)) for s in ("rollout", "reward", "update")] == [
         1
     ] * 3
+    _assert_no_traceback(tmp_path)
 
 
-def _iteration_waits_for_its_run_is_cancelled_and_retried(runs: Runs) -> None:
+@pytest.mark.campaign
+@pytest.mark.timeout(1500)
+def test_an_iteration_waits_for_its_run_is_cancelled_and_retried(
+    runs: Runs, tmp_path: Path
+) -> None:
+    """tests/browser has one cancelled, and another retried, on Prefect's pages."""
+    runs.train()
     config = runs.run() / "config.yaml"
     config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "iterations": 3}))
-    lock = RunLock(runs.run())
-    try:
-        flow_run = Submitted(runs, "iteration", run=str(runs.run()))
-        flow_run.until("Waiting for run")
-        assert f"in use by process {os.getpid()}" in flow_run.message()
-        assert flow_run.seen()["state_type"] == "RUNNING"
-    finally:
-        lock.release()
-    until((runs.directory / "once" / "update.step0@2").exists, 480, flow_run.logs)
-    flow_run.set_state("CANCELLING", "Cancelling")
-    runs.wait_for_workers_to_end(60)
-    flow_run.until("Cancelled")
-    flow_run.wait_for_process()
-    flow_run.retry()
+    with worker(runs, tmp_path / "project", **_once("update.step0@2=hang", tmp_path)):
+        lock = RunLock(runs.run())
+        try:
+            flow_run = Submitted(runs, "iteration", run=str(runs.run()))
+            flow_run.until("Waiting for run")
+            assert f"in use by process {os.getpid()}" in flow_run.message()
+            assert flow_run.seen()["state_type"] == "RUNNING"
+        finally:
+            lock.release()
+        until((tmp_path / "once" / "update.step0@2").exists, 480, flow_run.logs)
+        flow_run.set_state("CANCELLING", "Cancelling")
+        runs.wait_for_workers_to_end(60)
+        flow_run.until("Cancelled")
+        flow_run.wait_for_process()
+        flow_run.retry()
     states = flow_run.stages()
     done = ("select", "rollout", "reward", "advantage")
     assert {states[f"{stage} 2"] for stage in done} == {"Cached"}
@@ -206,6 +199,18 @@ def _iteration_waits_for_its_run_is_cancelled_and_retried(runs: Runs) -> None:
     assert set(pages) == {"run-plan", "run-curve", "run-episodes"}
     assert "data:image/svg+xml;base64," in pages["run-curve"]
     _form_offers(runs)
+    _assert_no_traceback(tmp_path)
+
+
+def _once(fault: str, directory: Path) -> dict[str, str]:
+    (directory / "once").mkdir()
+    return {"EARL_FAULT": fault, "EARL_FAULT_ONCE": str(directory / "once")}
+
+
+def _assert_no_traceback(directory: Path) -> None:
+    """Of ours; Prefect itself prints others, of a server that answered late."""
+    log = (directory / "project" / "worker.log").read_text()
+    assert not re.search(r'File ".*/(flows|tasks|earl_core)/', log), log
 
 
 def _form_offers(runs: Runs) -> None:
