@@ -19,7 +19,7 @@ from tests.conformance.reference import load
 from tests.conformance.test_stream import sampled_by
 from tests.conformance.test_whole_iterations import TEMPERATURE
 from tests.flows.runs import KILLED, Process, Runs
-from tests.flows.test_stream import BATCH, assert_once_and_young, stream, train
+from tests.flows.test_stream import BATCH, assert_once_and_young, stream
 
 pytestmark = pytest.mark.slow
 
