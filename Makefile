@@ -38,8 +38,7 @@ locks: | $(BIN)/uv
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
-	$(BIN)/mypy
+	$(BIN)/lint-imports & imports=$$!; $(BIN)/mypy; typed=$$?; wait $$imports && exit $$typed
 
 # Two at a time, a file's tests on one worker: they share what its fixtures start. The longest files
 # are begun first (tests/conftest.py).

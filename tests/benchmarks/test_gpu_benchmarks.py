@@ -58,7 +58,7 @@ def refused() -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_they_load_and_the_selectors_runs_and_saves(tmp_path: Path) -> None:
     names = [f"benchmarks.gpu.{each.stem}" for each in (ROOT / "benchmarks/gpu").glob("[a-z]*.py")]
     assert {"prefect", "mlflow"} <= set(refused())

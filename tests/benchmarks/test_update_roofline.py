@@ -21,7 +21,7 @@ def named(entries: Entries, text: str) -> Work:
     return sum((work for (_, name), work in entries.items() if text in name), Work())
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_compiled_layers_bring_the_bound_at_4k_above_one_half() -> None:
     """Of the cell that `update_mfu` measures as `update_mfu_4k`, as large as a run has it that
     says nothing."""

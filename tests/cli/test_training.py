@@ -94,21 +94,21 @@ def test_a_person_plays_against_it(earl: Earl, finished_run: Done) -> None:
     assert "1 game played" in shown.stdout or "'a[/x]b' is not one of" in shown.stdout
 
 
-@pytest.mark.parametrize(
-    ("served", "key_file", "settings"),
-    [
-        pytest.param("done", "done/serve.key", (), id="a run"),
-        pytest.param(
-            *("model", "model.key"),
-            ("--set", "rollout.engine=torch", "--set", "rollout.threads=1"),
-            id="a model",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_serve_answers_openais_clients_that_know_the_key(
-    earl: Earl, finished_run: Done, served: str, key_file: str, settings: tuple[str, ...]
+def test_a_served_run_answers_openais_clients_that_know_the_key(
+    earl: Earl, finished_run: Done
 ) -> None:
+    _serves(earl, "done", "done/serve.key")
+
+
+@pytest.mark.slow
+def test_a_served_model_answers_openais_clients_that_know_the_key(
+    earl: Earl, tiny_model: Path
+) -> None:
+    settings = ("--set", "rollout.engine=torch", "--set", "rollout.threads=1")
+    _serves(earl, str(tiny_model), f"{tiny_model.name}.key", *settings)
+
+
+def _serves(earl: Earl, served: str, key_file: str, *settings: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         refused = earl.run("serve", served, "--port", port)
@@ -173,9 +173,9 @@ def test_ctrl_c_says_how_to_continue_and_resume_continues(
 
 
 @pytest.fixture
-def model(earl: Earl, finished_run: Done) -> dict[str, str]:
+def model(tiny_model: Path) -> dict[str, str]:
     """Settings of a model that is there, for runs in a directory of their own."""
-    return {"model__path": str(earl.directory / "model"), "model__builder": "null"}
+    return {"model__path": str(tiny_model), "model__builder": "null"}
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def make_soak(tmp_path: Path) -> tuple[Path, Board]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [80, pytest.param(200, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [50, pytest.param(200, marks=pytest.mark.campaign)])
 def test_kills_at_any_moment_leave_nothing_behind(kills: int, tmp_path: Path) -> None:
     shared, board = make_soak(tmp_path)
     config = config_in(tmp_path, shared)

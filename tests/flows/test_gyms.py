@@ -256,6 +256,7 @@ for name, options, _ in json.loads(sys.argv[1]):
         assert message in each
 
 
+@pytest.mark.campaign
 def test_they_train(python: str, runs: Runs) -> None:
     # A digit is an answer to both; the tiny model reads other characters as unknown ones.
     digits = {"name": "gymnasium", "options": {"id": f"{WORLDS}:TestDigits-v0"}}

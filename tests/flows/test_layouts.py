@@ -32,8 +32,6 @@ LAYOUTS = {
     ],
 }
 
-USUAL = ("more ranks",)
-
 
 def curve(runs: Runs, metric: str) -> list[float]:
     return [line[metric] for line in runs.metrics()]
@@ -50,11 +48,8 @@ def plan(runs: Runs, iteration: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [name if name in USUAL else pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_same_learning_curve(
     layout: str, runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:

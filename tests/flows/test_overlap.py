@@ -83,6 +83,7 @@ def test_iterations_side_by_side_have_the_bits_of_iterations_in_turn(
     assert runs.shared_memory() == []
 
 
+@pytest.mark.campaign
 def test_killed_and_resumed_has_equal_bits(runs: Runs, undisturbed: Undisturbed) -> None:
     """In the end without shared memory, two iterations before the last one."""
     for moment in ("rollout.seal@1", "stable.after@1"):

@@ -27,6 +27,11 @@ POINTS = (
 """Every place between two seals, what precedes the update's while its checkpoint is on disk, and
 both sides of STABLE."""
 
+USUAL = tuple(
+    point for point in POINTS if point not in ("update.after", "publish.after", "stable.before")
+)
+"""Those that are not in `SOME` with a change besides."""
+
 CHANGES = {
     "select": "update.max_tokens_per_microbatch={}",
     "rollout": "rollout.temperature={}",
@@ -80,20 +85,21 @@ def off(point: str, iteration: int, overrides: Sequence[str] = ()) -> Step:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "minibatches",
+    ("points", "minibatches"),
     [
-        pytest.param(2, id="with shards"),
-        pytest.param(1, id="without shards", marks=pytest.mark.campaign),
+        pytest.param(USUAL, 2, id="usual"),
+        pytest.param(POINTS, 2, id="with shards", marks=pytest.mark.campaign),
+        pytest.param(POINTS, 1, id="without shards", marks=pytest.mark.campaign),
     ],
 )
 def test_power_lost_between_all_seals_of_an_iteration(
-    minibatches: int, runs: Runs, undisturbed: Callable[..., Runs]
+    points: Sequence[str], minibatches: int, runs: Runs, undisturbed: Callable[..., Runs]
 ) -> None:
     """Again and again in one iteration. With several minibatches the update has shards to lose."""
     settings = [f"update.minibatches={minibatches}"]
-    steps = [off(point, 1, settings) for point in POINTS]
+    steps = [off(point, 1, settings) for point in points]
     *endings, last = runs.train_here(*steps, {"overrides": settings})
-    for point, ending in zip(POINTS, endings, strict=True):
+    for point, ending in zip(points, endings, strict=True):
         assert ending == f"RuntimeError: injected failure at {point}@1", endings
     assert last is None
     whole = undisturbed(*settings)

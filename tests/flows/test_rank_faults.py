@@ -176,7 +176,7 @@ def small_disk(runs: Runs) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_checkpoint_directory_that_fills_up(
     runs: Runs, undisturbed: Callable[..., Runs], small_disk: Path
 ) -> None:

@@ -147,7 +147,7 @@ def test_engines_come_and_go_and_change_nothing(
     assert controller.groups.live("rollout") is first
 
     (tmp_path / "hold").touch()
-    killer = threading.Thread(target=kill_the_held_engine, args=(controller, tmp_path))
+    killer = threading.Thread(target=kill_the_held_engine, args=(controller, tmp_path), daemon=True)
     killer.start()
     survived = played(controller, engines(3), 0, weights)
     killer.join()
@@ -169,7 +169,9 @@ def test_engines_come_and_go_and_change_nothing(
     for held in tmp_path.glob("held-*"):
         held.unlink()
     (tmp_path / "hold").touch()
-    killer = threading.Thread(target=kill_the_idle_engine_too, args=(controller, tmp_path))
+    killer = threading.Thread(
+        target=kill_the_idle_engine_too, args=(controller, tmp_path), daemon=True
+    )
     killer.start()
     taken_over = played(controller, engines(2), 0, weights)
     killer.join()

@@ -146,6 +146,7 @@ def test_what_cannot_be_made_is_refused_with_one_message(python: str) -> None:
         assert expected in message
 
 
+@pytest.mark.campaign
 def test_it_trains(python: str, runs: Runs) -> None:
     options = {"env": DUEL, "seats": ["first"]}
     runs.train(

@@ -113,7 +113,7 @@ def test_a_killed_vllm_process_costs_its_engine_only(
 
     (tmp_path / "hold").touch()
     killer = threading.Thread(
-        target=kill_the_held_engine, args=(controller, tmp_path, "EngineCore")
+        target=kill_the_held_engine, args=(controller, tmp_path, "EngineCore"), daemon=True
     )
     killer.start()
     first = played(controller, deployment, 0, weights)

@@ -161,17 +161,17 @@ FEW = [
 SEVEN_BILLION = _case("qwen2.5-7b", 16384, layers=28, shard=8)
 CASES = [
     SEVEN_BILLION,
-    _case("qwen2.5-1.5b", 4096, "none", shard=2),
-    _case("qwen2.5-7b", 16384, "selective", shard=8),
-    _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=8, compiled=True),
     _case("qwen2.5-72b", 65536, tensor_parallel=4, context_parallel=4, shard=8),
     _case("qwen2.5-7b", 16384, shard=8, compiled=True, adapter=_PAIRS),
-    _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=2, adapter=_PAIRS),
     _case("llama-3.1-8b", 8192, "none", mixed=False, shard=8, adapter=_PAIRS),
 ]
 """One whole depth, which says that the others, of four layers, tell of all."""
 
 MORE = [
+    _case("qwen2.5-1.5b", 4096, "none", shard=2),
+    _case("qwen2.5-7b", 16384, "selective", shard=8),
+    _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=8, compiled=True),
+    _case("qwen2.5-72b", 16384, "none", tensor_parallel=4, shard=2, adapter=_PAIRS),
     _case("llama-3.1-8b", 8192, "none", mixed=False, shard=8),
     _case("qwen2.5-1.5b", 16384, "full", shard=2, compiled=True),
     _case("qwen2.5-0.5b", 16384, shard=4),

@@ -117,8 +117,9 @@ POINTS = {
     "save": "update.save",
     "publish": "publish.write",
 }
-ELSEWHERE = ("forward", "publish")
-"""Where another rank is stopped in the test below, and one of a whole run is killed."""
+ELSEWHERE = ("forward", "save", "publish")
+"""Where another rank is stopped in the test below, one finds its disk full, and one of a whole run
+is killed."""
 
 
 @pytest.mark.slow
@@ -151,7 +152,7 @@ def test_a_killed_rank(
     assert_ready_again(group, recorded, given, digest)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_rank_that_hangs(
     group: WorkerGroup, recorded: Recorded, given: dict[str, Any], digest: str
 ) -> None:

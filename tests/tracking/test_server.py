@@ -197,7 +197,7 @@ def test_a_server_that_flaps_gets_every_step_once(
 ) -> None:
     run = runs.run("flapping", tracking={"uri": server.uri, "trace_episodes": 0})
     tracker = runs.tracker(run, retry_seconds=0.5)
-    for iteration in range(40):
+    for iteration in range(20):
         finish(run, tracker, iteration)
         if iteration % 10 == 5:
             server.pause()
@@ -206,5 +206,5 @@ def test_a_server_that_flaps_gets_every_step_once(
             server.go_on()
             assert until(lambda: not tracker.failing and not tracker.waiting)
     tracker.close()
-    assert sorted(history(server.uri, tracker.run_id)) == list(range(40))
+    assert sorted(history(server.uri, tracker.run_id)) == list(range(20))
     assert len(warnings_in(caplog)) == 1
