@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import pin_positions
 from earl_core.rollout.engines.base_engine import EngineSettings
+from earl_core.rollout.engines.vllm_drafts import drafted_arguments
 from earl_core.rollout.errors import EngineError
 from earl_core.system.errors import ConfigError
 from earl_core.system.plain_paths import is_plain, is_short, plain
@@ -185,6 +186,8 @@ def engine_arguments(
         "seed": 0,
         **platform_arguments(settings, engine.max_running_requests),
     }
+    if engine.drafts is not None:
+        arguments |= drafted_arguments(engine.drafts)
     if not current_platform.is_cpu():
         arguments["enable_sleep_mode"] = True
         return arguments
