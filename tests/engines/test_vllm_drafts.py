@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from earl_core.config.rollout import DraftsConfig
 from earl_core.rollout.engines.engine import Completion, GenerationRequest
 from tests.engines.driver import PROMPTS, Driver, request
-from tests.engines.forms import CHOICE, TEXTS, said
+from tests.engines.forms import CHOICE, STOPS, TEXTS, said
 from tests.engines.models import make, read, reference_logprobs
 from tests.engines.starting import start
 from tests.rollout.chat_models import CHATML, char_tokenizer
@@ -66,7 +66,9 @@ def _played(driver: Driver) -> list[tuple[GenerationRequest, Completion]]:
             asked = _groups(1000 * number + 100 * kind, temperature, top=number)
             found += zip(asked, _play(driver, asked), strict=True)
         # Two turns beside an answer of a form and one without drafts; the second goes on in parts.
-        form = request(1000 * number + 900, PROMPTS[4], max_tokens=40, form=CHOICE, temperature=1.0)
+        form = request(
+            1000 * number + 900, PROMPTS[4], max_tokens=40, form=CHOICE, stop_token_ids=STOPS
+        )
         bare = request(1000 * number + 901, PROMPTS[4], max_tokens=40, drafted=False)
         asked = [request(1000 * number + 300 + n, PROMPTS[n], seed=n, ends=_ends) for n in range(4)]
         answers = driver.generate([*asked, form, bare])
@@ -74,7 +76,7 @@ def _played(driver: Driver) -> list[tuple[GenerationRequest, Completion]]:
         assert answers[4].drafts == answers[5].drafts == (0, 0, 0)
         found += zip([*asked, bare], [*answers[:4], answers[5]], strict=True)
         later = [
-            replace(each, tokens=[*each.tokens, *answer.tokens, 5], seed=9, max_tokens=6)
+            replace(each, tokens=[*each.tokens, *answer.tokens, 5], max_tokens=6, ends=None)
             for each, answer in zip(asked, answers[:4], strict=True)
         ]
         parts = [e.after(a) for e, a in zip(later, driver.generate(later), strict=True)]
@@ -101,14 +103,16 @@ def test_tokens_and_log_probs_are_those_without_drafts(
     that drafts pay whatever the clock says."""
     make("llama_tied", tmp_path)
     char_tokenizer(CHATML).save_pretrained(tmp_path)
-    found, scratch = [], tmp_path_factory.mktemp("rpc")
+    scratch = tmp_path_factory.mktemp("rpc")
+    found: list[list[tuple[GenerationRequest, Completion]]] = []
+    answers: list[Completion] = []
     for drafts in (None, DraftsConfig(memory_bytes=1 << 18)):
         driver = start("vllm", tmp_path, scratch, masked=True, threads=1, drafts=drafts)
         try:
             found.append(_played(driver))
             if drafts is not None:
                 many = [
-                    request(n, PROMPTS[5], temperature=0.25, seed=n, max_tokens=4)
+                    request(n, PROMPTS[3], temperature=0.25, seed=n, max_tokens=4)
                     for n in range(ANSWERS)
                 ]
                 answers = [
@@ -128,17 +132,16 @@ def test_tokens_and_log_probs_are_those_without_drafts(
         assert [[t for t, _ in each] for each in one.top] == [
             [t for t, _ in each] for each in other.top
         ]
-    later = [answer for _, answer in ours[len(ours) // 3 :]]
+    later = [a for asked, a in ours[len(ours) // 3 :] if asked.drafted and asked.ends is None]
     accepted = sum(answer.drafts.accepted for answer in later)
-    assert accepted > 0.4 * sum(len(answer.tokens) for answer in later)
-    assert all(
-        answer.drafts.passes + answer.drafts.accepted in (0, len(answer.tokens)) for answer in later
-    )
+    assert accepted > 0.3 * sum(len(answer.tokens) for answer in later)
+    for answer in later:
+        assert answer.drafts.passes + answer.drafts.accepted == len(answer.tokens)
     assert {answer.finish_reason for answer in later} == {"stop", "length"}
     assert all(answer.drafts.accepted == 0 for _, answer in plain)
 
-    assert sum(answer.drafts.tokens for answer in answers) > ANSWERS
-    chances = _second_tokens(tmp_path, PROMPTS[5], 0.25)
+    assert sum(answer.drafts.accepted for answer in answers) > ANSWERS // 4
+    chances = _second_tokens(tmp_path, PROMPTS[3], 0.25)
     often = chances * ANSWERS >= 8
     counted = Counter(answer.tokens[1] for answer in answers)
     seen = np.array([counted[token] for token in range(len(chances))])

@@ -87,7 +87,7 @@ def completion(
     noted = answer.weight_versions or () if whole else ()
     spans = [VersionSpan(int(s.version), s.start, s.end) for s in noted]
     spans = spans or [VersionSpan(version, 0, len(tokens))]
-    reason = "stop" if answer.finish_reason == "stop" else exhausted
+    reason: EngineFinishReason = "stop" if answer.finish_reason == "stop" else exhausted
     if answer.finish_reason == "abort":
         reason = "cancelled"
     drafts = drafts_of(answer) if request.takes_drafts else NO_DRAFTS

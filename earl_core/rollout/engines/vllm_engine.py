@@ -26,7 +26,6 @@ from earl_core.rollout.engines.vllm_answers import completion, sampling_paramete
 from earl_core.rollout.engines.vllm_drafts import extra_arguments
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.memory import resident_peak_bytes
-from earl_core.system.processes import descendants
 from earl_core.weights.adapter_pairs import layer_matrices
 from earl_core.weights.load import parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
@@ -244,7 +243,7 @@ class VllmEngine(BaseEngine[Any]):
         self._check_alive()
         whole = self._settings.adapter_rank is None
         async with self._quiet.no_requests():
-            if self._sleeps:
+            if vllm_environment.sleeps():
                 await self._answered(self._engine.sleep(level=2 if whole else 1))
             elif await self._answered(self._engine.reset_prefix_cache()):
                 give_back = self._engine.collective_rpc("earl_give_back", None, (whole,))
@@ -257,7 +256,7 @@ class VllmEngine(BaseEngine[Any]):
     async def restore_memory(self) -> None:
         """Undo `release_memory`; where versions are whole weights `play_under` must follow."""
         self._check_alive()
-        if self._sleeps:
+        if vllm_environment.sleeps():
             await self._answered(self._engine.wake_up())
             await self._answered(self._engine.reset_prefix_cache())
 
@@ -287,11 +286,7 @@ class VllmEngine(BaseEngine[Any]):
 
     def pids(self) -> list[int]:
         """vLLM's engine process first, then its workers. SIGTERM to the first ends all cleanly."""
-        manager = self._engine and self._engine.engine_core.resources.engine_manager
-        if manager is None:
-            return []
-        own = [process.pid for process in manager.processes if process.pid is not None]
-        return own + [child.pid for pid in own for child in descendants(pid)]
+        return [] if self._engine is None else vllm_environment.process_ids(self._engine)
 
     async def _answered(self, call: Awaitable[Any]) -> Any:
         """The answer of vLLM's engine process; vLLM waits for ever when that dies meanwhile."""
@@ -307,12 +302,6 @@ class VllmEngine(BaseEngine[Any]):
     async def _name_weights(self, version: int) -> None:
         """Tell vLLM the version that the spans of its answers name."""
         await self._answered(self._engine.update_weight_version(str(version)))
-
-    @property
-    def _sleeps(self) -> bool:
-        from vllm.platforms import current_platform
-
-        return not current_platform.is_cpu()
 
     def _check_alive(self) -> None:
         if self._lost is None and self._engine is not None and self._engine.errored:

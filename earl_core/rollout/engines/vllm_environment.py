@@ -16,6 +16,7 @@ from earl_core.rollout.engines.vllm_drafts import drafted_arguments
 from earl_core.rollout.errors import EngineError
 from earl_core.system.errors import ConfigError
 from earl_core.system.plain_paths import is_plain, is_short, plain
+from earl_core.system.processes import descendants
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -236,3 +237,19 @@ def settle(engine: Any) -> int:
     among them. Returns how many tokens the model has."""
     engine.input_processor.generation_config_fields.pop("eos_token_id", None)
     return int(engine.model_config.get_vocab_size())
+
+
+def sleeps() -> bool:
+    """Whether vLLM gives memory up by sleeping."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
+
+
+def process_ids(engine: Any) -> list[int]:
+    """An engine's own processes, then those that they started."""
+    manager = engine.engine_core.resources.engine_manager
+    if manager is None:
+        return []
+    own = [process.pid for process in manager.processes if process.pid is not None]
+    return own + [child.pid for pid in own for child in descendants(pid)]
