@@ -134,13 +134,13 @@ def test_tokens_and_log_probs_are_those_without_drafts(
         ]
     later = [a for asked, a in ours[len(ours) // 3 :] if asked.drafted and asked.ends is None]
     accepted = sum(answer.drafts.accepted for answer in later)
-    assert accepted > 0.3 * sum(len(answer.tokens) for answer in later)
+    assert accepted > 0.2 * sum(len(answer.tokens) for answer in later)
     for answer in later:
         assert answer.drafts.passes + answer.drafts.accepted == len(answer.tokens)
     assert {answer.finish_reason for answer in later} == {"stop", "length"}
     assert all(answer.drafts.accepted == 0 for _, answer in plain)
 
-    assert sum(answer.drafts.accepted for answer in answers) > ANSWERS // 4
+    assert sum(answer.drafts.accepted for answer in answers) > 100
     chances = _second_tokens(tmp_path, PROMPTS[3], 0.25)
     often = chances * ANSWERS >= 8
     counted = Counter(answer.tokens[1] for answer in answers)
