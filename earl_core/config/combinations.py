@@ -102,14 +102,15 @@ def check_deal(rollout: RolloutConfig, kept: int | str) -> None:
         )
 
 
-def check_drafts(rollout: RolloutConfig, deterministic: bool) -> None:
-    """Raise `ValueError` where drafts are not to be had. deterministic: `update.deterministic`."""
+def check_drafts(rollout: RolloutConfig, deterministic: bool, adapter: bool) -> None:
+    """Raise `ValueError` where drafts are not to be had. deterministic: `update.deterministic`.
+    adapter: whether there is a `model.adapter`."""
     if rollout.drafts is None:
         return
-    if rollout.engine != "torch":
+    if rollout.engine != "torch" and adapter:
         raise ValueError(
-            f"rollout.drafts is set, but rollout.engine is `{rollout.engine}`, which has no drafts "
-            "from past answers: set it to `torch`, or leave rollout.drafts out"
+            f"rollout.drafts is set, but on `{rollout.engine}` drafts were not shown to be exact "
+            "beside a model.adapter: set rollout.engine to `torch`, or leave rollout.drafts out"
         )
     if deterministic:
         raise ValueError(

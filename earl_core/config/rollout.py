@@ -204,7 +204,7 @@ class RolloutConfig(Settings):
         "group included, and verify them together in one forward pass, where few enough sequences "
         "run that this is faster. Tokens are drawn by the same draws as without drafts, from "
         "log-probs that are equal to rounding. {} for the defaults; None: no drafts. "
-        "Needs the torch engine.",
+        "On vLLM it switches asynchronous scheduling off, and needs whole weights.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",

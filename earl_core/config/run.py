@@ -228,7 +228,7 @@ class RunConfig(Settings):
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         check_deal(rollout, self.tracking.keep_episodes)
-        check_drafts(rollout, self.update.deterministic)
+        check_drafts(rollout, self.update.deterministic, self.model.adapter is not None)
         self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
             check_stream(rollout, self.imitation is not None)

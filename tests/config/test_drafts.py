@@ -15,7 +15,10 @@ from tests.config.test_config import with_
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rollout__engine": "vllm"}, "rollout.engine is `vllm`, .* set it to `torch`, or leave"),
+        (
+            {"rollout__engine": "vllm", "model__adapter": {"rank": 4}},
+            "beside a model.adapter: set rollout.engine to `torch`, or leave",
+        ),
         ({"update": {"deterministic": True}}, "update.deterministic .* leave one of them out"),
         ({"rollout__drafts": {"most_tokens": 33}}, "rollout.drafts.most_tokens"),
         ({"rollout__drafts": {"memory_bytes": 1000}}, "rollout.drafts.memory_bytes"),
@@ -24,6 +27,8 @@ from tests.config.test_config import with_
 )
 def test_what_has_no_drafts_is_refused(given: dict[str, Any], message: str) -> None:
     asked = {"rollout__engine": "torch", "rollout__drafts": {}}
-    assert parse_config(with_(**asked)).rollout.drafts == DraftsConfig()
+    for engine in ("torch", "vllm"):
+        allowed = parse_config(with_(**(asked | {"rollout__engine": engine})))
+        assert allowed.rollout.drafts == DraftsConfig()
     with pytest.raises(ConfigError, match=message):
         parse_config(with_(**(asked | given)))

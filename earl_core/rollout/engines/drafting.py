@@ -43,6 +43,12 @@ _MOST_MISSES = 5
 """After so many a sequence is looked at every eighth token."""
 _LOOKED_AT = 8
 """So many passes in a row are without drafts before only each such one is looked at."""
+_DRAFTED_LOGITS = 1 << 23
+
+
+def widest_draft(sequences: int, vocabulary: int) -> int:
+    """Most tokens of a sequence in a pass in which each has logits, as many as there are tokens."""
+    return max(1, _DRAFTED_LOGITS // (sequences * vocabulary))
 
 
 class PassTimes:

@@ -18,7 +18,7 @@ from earl_core.pretrained.float32_head import Float32Head
 from earl_core.pretrained.grammars import Matcher, grammars_of
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.causal_model import NO_PAIRS, PairedLayers, Pairs, load_causal_model
-from earl_core.rollout.engines.drafting import Drafting
+from earl_core.rollout.engines.drafting import Drafting, widest_draft
 from earl_core.rollout.engines.drawing import Drawing
 from earl_core.rollout.engines.engine import (
     OUT_OF_MEMORY_ADVICE,
@@ -43,7 +43,6 @@ _T = TypeVar("_T")
 _PREFILL_TOKENS = 8192
 # Elements of one attention mask: bounds it (256 MB in float32) for long contexts.
 _MASK_ELEMENTS = 1 << 26
-_DRAFTED_LOGITS = 1 << 23
 
 
 class TorchEngine(BaseEngine[Pairs]):
@@ -283,7 +282,7 @@ class TorchEngine(BaseEngine[Pairs]):
 
     def _widest_draft(self, rows: list[Row], vocabulary: int) -> int:
         """The same where each token has logits, which are as many as a vocabulary is large."""
-        most = max(1, _DRAFTED_LOGITS // (len(rows) * vocabulary))
+        most = widest_draft(len(rows), vocabulary)
         return min(most, self._widest(rows, MOST_DRAFT_TOKENS))
 
     def _forward(

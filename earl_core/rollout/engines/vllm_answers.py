@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from earl_core.rollout.engines.engine import Completion, EngineFinishReason, GenerationRequest
+from earl_core.rollout.engines.engine import (
+    NO_DRAFTS,
+    Completion,
+    Drafts,
+    EngineFinishReason,
+    GenerationRequest,
+)
 from earl_core.rollout.errors import EngineError
 from earl_core.trajectory.samples import VersionSpan, derive_seed
 
 
-def sampling_parameters(request: GenerationRequest, budget: int) -> Any:
+def sampling_parameters(
+    request: GenerationRequest, budget: int, extra: dict[str, Any] | None = None
+) -> Any:
     """vLLM's `SamplingParams`. budget: most tokens that may be sampled beside those that are.
+    extra: what the workers are told with the request.
 
     Raises `ValueError` for an answer of a form that has begun: vLLM's grammars begin with the
     request.
@@ -37,6 +46,7 @@ def sampling_parameters(request: GenerationRequest, budget: int) -> Any:
         output_kind=kinds.CUMULATIVE if request.on_tokens or request.ends else kinds.FINAL_ONLY,
         skip_clone=True,
         structured_outputs=form and StructuredOutputsParams(structural_tag=form.grammar),
+        extra_args=extra,
     )
 
 
@@ -77,7 +87,17 @@ def completion(
     noted = answer.weight_versions or () if whole else ()
     spans = [VersionSpan(int(s.version), s.start, s.end) for s in noted]
     spans = spans or [VersionSpan(version, 0, len(tokens))]
+    reason: EngineFinishReason = "stop" if answer.finish_reason == "stop" else exhausted
     if answer.finish_reason == "abort":
-        return Completion(tokens, logprobs, "cancelled", spans, top)
-    reason = "stop" if answer.finish_reason == "stop" else exhausted
-    return Completion(tokens, logprobs, reason, spans, top)
+        reason = "cancelled"
+    drafts = drafts_of(answer) if request.takes_drafts else NO_DRAFTS
+    return Completion(tokens, logprobs, reason, spans, top, drafts)
+
+
+def drafts_of(answer: Any) -> Drafts:
+    """What drafts did for vLLM's answer, of which it tells nothing where the answer was cut off."""
+    counted = answer.spec_decode_metrics
+    if counted is None:
+        return NO_DRAFTS
+    accepted = sum(right * steps for right, steps in enumerate(counted.histogram))
+    return Drafts(len(answer.token_ids) - accepted, counted.num_draft_tokens, accepted)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,12 @@ from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.engine import Completion, GenerationRequest, answer_budget
 from earl_core.rollout.engines.held_versions import HeldVersion
 from earl_core.rollout.engines.processes import LeftoverProcesses, MemoryWatch
+from earl_core.rollout.engines.quiet import Quiet
 from earl_core.rollout.engines.vllm_adapters import AdapterFolders, adapter_arguments
 from earl_core.rollout.engines.vllm_answers import completion, sampling_parameters
+from earl_core.rollout.engines.vllm_drafts import extra_arguments
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.memory import resident_peak_bytes
-from earl_core.system.processes import descendants
 from earl_core.weights.adapter_pairs import layer_matrices
 from earl_core.weights.load import parameters_of
 from earl_core.weights.manifest import WeightsManifest, config_digest
@@ -72,9 +72,8 @@ class VllmEngine(BaseEngine[Any]):
         self._memory: MemoryWatch | None = None
         self._cancelled: set[str] = set()
         self._admission = Admission()
-        self._exclusive = asyncio.Lock()
-        self._open = asyncio.Event()
-        self._idle = asyncio.Event()
+        self._quiet = Quiet()
+        self._finished: set[int] = set()
 
     async def start(self) -> None:
         """Start vLLM's processes, which takes about 20 s, and load the model.
@@ -121,23 +120,23 @@ class VllmEngine(BaseEngine[Any]):
         self._vocabulary = vllm_environment.settle(self._engine)
         if self.policy_version is not None:
             await self._name_weights(self.policy_version)
-        self._open.set()
-        self._idle.set()
+        if self._settings.drafts is not None:
+            drafts = "earl_draft", None, (self._settings.drafts.memory_bytes,)
+            await self._answered(self._engine.collective_rpc(*drafts))
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask vLLM for each answer by itself. Meant to be called for single requests,
         concurrently."""
         self._check_alive()
-        while not self._open.is_set():
-            await self._open.wait()
+        await self._quiet.wait()
         self._check_alive()
         try:
             async with self._entered(requests) as held:
-                self._idle.clear()
+                self._quiet.entered()
                 return await self._answers(requests, held)
         finally:
             if not self._running:
-                self._idle.set()
+                self._quiet.empty()
 
     async def _answers(
         self, requests: Sequence[GenerationRequest], held: HeldVersion[Any] | None
@@ -180,12 +179,15 @@ class VllmEngine(BaseEngine[Any]):
         self._admission.limit(None if whole else self._limit)
 
     def finish(self, sequence_ids: Collection[int]) -> None:
-        """Do nothing: vLLM evicts the blocks that were used longest ago when it needs room."""
+        """Note it for those that draft, who are told with the next request. vLLM itself evicts the
+        blocks that were used longest ago when it needs room."""
+        if self._settings.drafts is not None:
+            self._finished.update(sequence_ids)
 
     async def _load_whole(self, manifest: WeightsManifest) -> None:
         """Replace the weights in vLLM's workers while no request runs."""
         await asyncio.to_thread(self._matched, manifest, self._parameters)
-        async with self._no_requests():
+        async with self._quiet.no_requests():
             try:
                 await self._answered(self._engine.pause_generation(mode="wait", clear_cache=True))
                 load = "earl_load_weights", None, (manifest.model_dump_json(),)
@@ -240,8 +242,8 @@ class VllmEngine(BaseEngine[Any]):
         """
         self._check_alive()
         whole = self._settings.adapter_rank is None
-        async with self._no_requests():
-            if self._sleeps:
+        async with self._quiet.no_requests():
+            if vllm_environment.sleeps():
                 await self._answered(self._engine.sleep(level=2 if whole else 1))
             elif await self._answered(self._engine.reset_prefix_cache()):
                 give_back = self._engine.collective_rpc("earl_give_back", None, (whole,))
@@ -254,7 +256,7 @@ class VllmEngine(BaseEngine[Any]):
     async def restore_memory(self) -> None:
         """Undo `release_memory`; where versions are whole weights `play_under` must follow."""
         self._check_alive()
-        if self._sleeps:
+        if vllm_environment.sleeps():
             await self._answered(self._engine.wake_up())
             await self._answered(self._engine.reset_prefix_cache())
 
@@ -284,11 +286,7 @@ class VllmEngine(BaseEngine[Any]):
 
     def pids(self) -> list[int]:
         """vLLM's engine process first, then its workers. SIGTERM to the first ends all cleanly."""
-        manager = self._engine and self._engine.engine_core.resources.engine_manager
-        if manager is None:
-            return []
-        own = [process.pid for process in manager.processes if process.pid is not None]
-        return own + [child.pid for pid in own for child in descendants(pid)]
+        return [] if self._engine is None else vllm_environment.process_ids(self._engine)
 
     async def _answered(self, call: Awaitable[Any]) -> Any:
         """The answer of vLLM's engine process; vLLM waits for ever when that dies meanwhile."""
@@ -305,12 +303,6 @@ class VllmEngine(BaseEngine[Any]):
         """Tell vLLM the version that the spans of its answers name."""
         await self._answered(self._engine.update_weight_version(str(version)))
 
-    @property
-    def _sleeps(self) -> bool:
-        from vllm.platforms import current_platform
-
-        return not current_platform.is_cpu()
-
     def _check_alive(self) -> None:
         if self._lost is None and self._engine is not None and self._engine.errored:
             self._lost = self._with_cause("vLLM's engine process died")
@@ -326,17 +318,6 @@ class VllmEngine(BaseEngine[Any]):
 
     def _with_cause(self, what: str) -> str:
         return what if self._memory is None else self._memory.with_cause(what)
-
-    @contextlib.asynccontextmanager
-    async def _no_requests(self) -> AsyncIterator[None]:
-        """Hold back new requests and wait for the running ones."""
-        async with self._exclusive:
-            self._open.clear()
-            try:
-                await self._idle.wait()
-                yield
-            finally:
-                self._open.set()
 
     async def _answer(self, request: GenerationRequest, version: int, pairs: Any) -> Completion:
         name = self._running[request.sequence_id]
@@ -357,7 +338,11 @@ class VllmEngine(BaseEngine[Any]):
         if budget < 1:
             return None
         prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *request.sampled]}
-        name, parameters = self._running[request.sequence_id], sampling_parameters(request, budget)
+        name, extra = self._running[request.sequence_id], None
+        if self._settings.drafts is not None and request.takes_drafts:
+            extra = extra_arguments(request, self._finished)
+            self._finished.clear()
+        parameters = sampling_parameters(request, budget, extra)
         how = {"lora_request": pairs, "priority": request.priority}
         queue = await self._engine.add_request(name, prompt, parameters, **how)
         if name in self._cancelled:  # while it was on its way

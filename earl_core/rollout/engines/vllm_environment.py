@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import pin_positions
 from earl_core.rollout.engines.base_engine import EngineSettings
+from earl_core.rollout.engines.vllm_drafts import drafted_arguments
 from earl_core.rollout.errors import EngineError
 from earl_core.system.errors import ConfigError
 from earl_core.system.plain_paths import is_plain, is_short, plain
+from earl_core.system.processes import descendants
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -191,6 +193,8 @@ def engine_arguments(
         "seed": 0,
         **platform_arguments(settings, engine.max_running_requests),
     }
+    if engine.drafts is not None:
+        arguments |= drafted_arguments(engine.drafts)
     if not current_platform.is_cpu():
         arguments["enable_sleep_mode"] = True
         # Other kernels keep experts in an order of their own, which new weights would not have.
@@ -241,3 +245,19 @@ def settle(engine: Any) -> int:
     among them. Returns how many tokens the model has."""
     engine.input_processor.generation_config_fields.pop("eos_token_id", None)
     return int(engine.model_config.get_vocab_size())
+
+
+def sleeps() -> bool:
+    """Whether vLLM gives memory up by sleeping."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
+
+
+def process_ids(engine: Any) -> list[int]:
+    """An engine's own processes, then those that they started."""
+    manager = engine.engine_core.resources.engine_manager
+    if manager is None:
+        return []
+    own = [process.pid for process in manager.processes if process.pid is not None]
+    return own + [child.pid for pid in own for child in descendants(pid)]

@@ -59,6 +59,7 @@ class PolicyWeights(PolicyPairs):
     """Methods for vLLM's worker; `self` is the worker, so names must not clash with its own."""
 
     reload_weights: Any
+    rank: int
 
     def earl_load_weights(self, manifest_json: str) -> dict[str, Any]:
         """Load the manifest's tensors; any exception leaves the engine's weights undefined.
@@ -90,6 +91,11 @@ class PolicyWeights(PolicyPairs):
             # The cache holds keys and values of the old weights, at first a GiB of zeros.
             _give_back(self.model_runner.kv_caches)
         return {"digest": manifest.digest, "parameters": len(loaded), "head_error": error}
+
+    def earl_draft(self, memory: int) -> None:
+        """Draft from past answers of so many bytes, in the worker whose answers vLLM reads."""
+        runner = self.model_runner
+        runner.drafter.bind(runner, None if self.rank else memory)
 
     def earl_give_back(self, weights: bool) -> None:
         """Give the pages of the KV cache back on a CPU, and those of the weights if
