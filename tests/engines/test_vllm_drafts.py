@@ -21,7 +21,8 @@ from tests.engines.starting import start
 from tests.rollout.chat_models import CHATML, char_tokenizer
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
+# How often drafts pay is up to the clock.
+pytestmark = pytest.mark.campaign
 
 EQUAL = 1e-4
 ANSWERS = 1600
