@@ -30,8 +30,7 @@ def start(
     else:
         from earl_core.rollout.engines.vllm_engine import VllmEngine
 
-        divided = options.pop("expert_parallel", False)
-        settings = VllmConfig(kv_cache_gib=1, expert_parallel=divided)
+        settings = VllmConfig(kv_cache_gib=1)
         engine = VllmEngine(directory, dtype=dtype, scratch=scratch, settings=settings, **options)
     driver = Driver(engine, directory)
     with forked_engines() if kind == "vllm" else nullcontext():

@@ -15,6 +15,7 @@ import transformers
 
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.errors import WeightSyncError
+from earl_core.system.errors import ConfigError
 from earl_core.weights.load import manifest_from_directory
 from earl_core.weights.publish import publish
 from earl_core.weights.renamed import publish_renamed
@@ -32,8 +33,7 @@ _SHAPE = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    # A width that the kernel pads.
-    "Qwen3Moe": {"head_dim": 32, "moe_intermediate_size": 48, "num_experts": 8,
+    "Qwen3Moe": {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8,
                  "num_experts_per_tok": 2, "norm_topk_prob": True},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
@@ -90,7 +90,6 @@ def worst(driver: Driver, model: transformers.PreTrainedModel) -> float:
             for family, parallel in [
                 ("Mixtral", {}), ("Olmoe", {}), ("Glm4Moe", {}),
                 ("Qwen3Moe", {"tensor_parallel": 2}),
-                ("Qwen3Moe", {"tensor_parallel": 2, "expert_parallel": True}),
             ]
         ),
     ],
@@ -130,3 +129,16 @@ def test_new_experts_answer_and_one_that_stayed_is_named(
             driver.run(driver.engine.play_under(stale))
     finally:
         driver.close()
+
+
+def test_mixtures_that_the_cpu_build_could_not_reload_are_refused_before_it_starts() -> None:
+    vllm_environment.load()
+    from earl_core.rollout.engines.vllm_experts import check_experts
+
+    config = transformers.Qwen3MoeConfig(**{**_SHAPE, **FAMILIES["Qwen3Moe"]})
+    check_experts(config, 2, expert_parallel=False)
+    with pytest.raises(ConfigError, match=r"multiple of 32.*has 64 over 4 ranks.*engine=torch"):
+        check_experts(config, 4, expert_parallel=False)
+    with pytest.raises(ConfigError, match=r"leave rollout\.vllm\.expert_parallel out"):
+        check_experts(config, 2, expert_parallel=True)
+    check_experts(transformers.Qwen3Config(**_SHAPE), 3, expert_parallel=False)

@@ -24,6 +24,7 @@ from earl_core.rollout.engines.quiet import Quiet
 from earl_core.rollout.engines.vllm_adapters import AdapterFolders, adapter_arguments
 from earl_core.rollout.engines.vllm_answers import completion, sampling_parameters
 from earl_core.rollout.engines.vllm_drafts import extra_arguments
+from earl_core.rollout.engines.vllm_experts import check_experts
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.memory import resident_peak_bytes
 from earl_core.weights.adapter_pairs import layer_matrices
@@ -96,6 +97,7 @@ class VllmEngine(BaseEngine[Any]):
             vllm_environment.preload_plainly(self._sockets)
         config = model_config(self._directory, trusted)
         vllm_environment.check_heads(config)
+        check_experts(config, self._ranks, self._vllm.expert_parallel)
         self.max_model_len = context_length(config, self.max_model_len)
         arguments = vllm_environment.engine_arguments(
             self._directory, self._settings, self._vllm, self.max_model_len, self._ranks

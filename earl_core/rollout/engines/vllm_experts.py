@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from earl_core.system.errors import ConfigError
+
 _PUBLISHED = re.compile(
     r"layers\.(?P<layer>\d+)\.(?:[^.]+\.)*experts\.(?:(?P<expert>\d+)\.)?"
     r"(?P<matrix>gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)(?:\.weight)?$"
@@ -30,6 +32,34 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 TOLERANCE = 0.05
 """Of an expert's output, relative to its largest value. Rounding alone gives about 0.01 in
 bfloat16; an expert that still holds other weights gives about 1."""
+
+
+_PADDED_TO = 32
+"""Widths of experts that vLLM pads on a CPU, which its reload cannot."""
+
+
+def check_experts(config: Any, ranks: int, expert_parallel: bool) -> None:
+    """Raise `ConfigError` for a mixture that vLLM's CPU build could not play, or not reload.
+    config: of transformers. ranks: tensor-parallel ones of an engine."""
+    from vllm.platforms import current_platform
+
+    text = config.get_text_config()
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = max(getattr(text, name, None) or 0 for name in counts)
+    if experts <= 1 or not current_platform.is_cpu():
+        return
+    if expert_parallel:
+        raise ConfigError(
+            "vLLM on a CPU does not divide experts over ranks: leave rollout.vllm.expert_parallel "
+            "out"
+        )
+    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    if width % (ranks * _PADDED_TO):
+        raise ConfigError(
+            f"vLLM on a CPU takes new experts whose width in each rank is a multiple of "
+            f"{_PADDED_TO}, and this {text.model_type} model has {width} over {ranks} "
+            f"rank{'s' if ranks > 1 else ''}: use rollout.engine=torch"
+        )
 
 
 class PublishedExperts:
