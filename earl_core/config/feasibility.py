@@ -80,6 +80,11 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
         raise ConfigError(
             "rollout.vllm.expert_parallel divides experts, and this model has none: leave it out"
         )
+    if config.rollout.vllm.expert_parallel and not hardware.gpus:
+        raise ConfigError(
+            "rollout.vllm.expert_parallel wants GPUs: vLLM on a CPU computes with experts that "
+            "another rank has as if they were its own; leave it out"
+        )
     for key, iteration in config.stages.steps():
         for deployment in filter(None, config.stages.at(iteration)):
             degree, engine = deployment.tensor_parallel, deployment.stage == "rollout"

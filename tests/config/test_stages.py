@@ -38,7 +38,8 @@ def shape(heads: int = 9, pairs: int = 3, width: int = 1536) -> ModelShape:
 def test_experts_are_divided_where_there_are_some() -> None:
     experts = shape().model_copy(update={"experts": 8, "model_type": "qwen3_moe"})
     divided = parse_config(with_(rollout__engine="vllm", rollout__vllm={"expert_parallel": True}))
-    check_stages(divided, experts, CORES)
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.expert_parallel wants GPUs"):
+        check_stages(divided, experts, CORES)
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.expert_parallel.*leave it out"):
         check_stages(divided, shape(), CORES)
 

@@ -136,9 +136,7 @@ def test_mixtures_that_the_cpu_build_could_not_reload_are_refused_before_it_star
     from earl_core.rollout.engines.vllm_experts import check_experts
 
     config = transformers.Qwen3MoeConfig(**{**_SHAPE, **FAMILIES["Qwen3Moe"]})
-    check_experts(config, 2, expert_parallel=False)
+    check_experts(config, 2)
     with pytest.raises(ConfigError, match=r"multiple of 32.*has 64 over 4 ranks.*engine=torch"):
-        check_experts(config, 4, expert_parallel=False)
-    with pytest.raises(ConfigError, match=r"leave rollout\.vllm\.expert_parallel out"):
-        check_experts(config, 2, expert_parallel=True)
-    check_experts(transformers.Qwen3Config(**_SHAPE), 3, expert_parallel=False)
+        check_experts(config, 4)
+    check_experts(transformers.Qwen3Config(**_SHAPE), 3)

@@ -207,7 +207,7 @@ def test_a_chat_is_read_alike_in_every_form(said: list[str]) -> None:
 
 
 def test_numbers_of_a_table_are_those_that_were_written(tmp_path: Path) -> None:
-    """Of single and half precision, in structs and lists too; what is whole stays whole."""
+    """Of single and half precision, in structs too; what is whole stays whole, vectors as they are."""
     single, half = [0.1, 1 / 3, 2.5e-7, 16777217.0, 123456.78], [0.1, 2.333, 65504.0, 1e-7, 5.5]
     table = pa.table(
         {
@@ -215,16 +215,24 @@ def test_numbers_of_a_table_are_those_that_were_written(tmp_path: Path) -> None:
             "answer": pa.array(single, pa.float32()),
             "half": pa.array(half, pa.float16()),
             "of": pa.array(
-                [{"a": [each], "b": each} for each in single],
-                pa.struct({"a": pa.list_(pa.float32()), "b": pa.float64()}),
+                [{"a": each, "b": each, "c": [("d", each)]} for each in single],
+                pa.struct(
+                    {
+                        "a": pa.float32(),
+                        "b": pa.float64(),
+                        "c": pa.map_(pa.string(), pa.float32()),
+                    }
+                ),
             ),
+            "vector": pa.array([[each] for each in single], pa.list_(pa.float32())),
         }
     )
     pq.write_table(table, path := tmp_path / "a.parquet")
     rows = [ArrowRows(pq.read_table(path), "a")[at] for at in range(5)]
     assert [row["answer"] for row in rows] == [float(str(np.float32(each))) for each in single]
     assert [row["half"] for row in rows] == [0.1, 2.332, 65504.0, 1e-7, 5.5]
-    assert [row["of"]["a"][0] for row in rows] == [row["answer"] for row in rows]
+    assert [row["of"]["a"] for row in rows] == [row["answer"] for row in rows]
+    assert rows[0]["vector"] == [float(np.float32(0.1))]
     assert [row["of"]["b"] for row in rows] == single
     environment = create("prompt", {"path": str(path)})
     environment.reset(0, 0)

@@ -9,7 +9,8 @@ import math
 import re
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from earl_core.system.errors import ConfigError
@@ -110,7 +111,8 @@ class ArrowRows:
 
     def __init__(self, table: Any, name: str) -> None:
         self._table, self._name = table, name
-        self._narrow = [field for field in table.schema if _is_narrow(field.type)]
+        readers = ((field.name, _reader(field.type)) for field in table.schema)
+        self._readers = {name: reader for name, reader in readers if reader}
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -120,7 +122,7 @@ class ArrowRows:
             row: Row = self._table.slice(index, 1).to_pylist()[0]
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.place(index)} holds a text that is not UTF-8") from error
-        return row | {each.name: _as_written(row[each.name], each.type) for each in self._narrow}
+        return row | {name: reader(row[name]) for name, reader in self._readers.items()}
 
     def faults(self, rules: RowRules) -> Iterator[tuple[int, str]]:
         suspects = rules.suspects(self._table)
@@ -149,26 +151,27 @@ class ArrowRows:
         return f"row {index} of {self._name}"
 
 
-def _is_narrow(kind: Any) -> bool:
-    """Whether an Arrow type has numbers of single or half precision in it."""
+def _reader(kind: Any) -> Callable[[Any], Any] | None:
+    """Puts numbers of single or half precision into a value of an Arrow type as somebody wrote
+    them: 0.1, and not 0.10000000149011612, which no answer equals. None where there are none. Lists
+    are left as they are: long ones are vectors, and no answer."""
     types = import_package("pyarrow.types", "pyarrow")
     if types.is_struct(kind):
-        return any(_is_narrow(each.type) for each in kind)
-    if types.is_list(kind) or types.is_large_list(kind):
-        return _is_narrow(kind.value_type)
-    return bool(types.is_float32(kind) or types.is_float16(kind))
+        parts = {each.name: reader for each in kind if (reader := _reader(each.type))}
+        return partial(_parts_as_written, parts) if parts else None
+    if types.is_float32(kind):
+        return partial(_as_written, "f", 9)
+    return partial(_as_written, "e", 5) if types.is_float16(kind) else None
 
 
-def _as_written(value: Any, kind: Any) -> Any:
-    """The value with such numbers as somebody wrote them: 0.1, and not 0.10000000149011612, which
-    no answer equals."""
-    if isinstance(value, dict):
-        return {each.name: _as_written(value[each.name], each.type) for each in kind}
-    if isinstance(value, list):
-        return [_as_written(each, kind.value_type) for each in value]
+def _parts_as_written(parts: dict[str, Callable[[Any], Any]], value: Any) -> Any:
+    return value and value | {name: reader(value[name]) for name, reader in parts.items()}
+
+
+def _as_written(code: str, most: int, value: Any) -> Any:
+    """code: of `struct`. most: digits that tell all numbers of it apart."""
     if not isinstance(value, float) or value.is_integer() or not math.isfinite(value):
         return value
-    code, most = {16: ("e", 5), 32: ("f", 9)}.get(kind.bit_width, ("d", 17))
     stored = struct.pack(code, value)
     near = (float(f"{value:.{digits}g}") for digits in range(1, most + 1))
     return next(each for each in near if struct.pack(code, each) == stored)

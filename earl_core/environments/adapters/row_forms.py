@@ -136,7 +136,8 @@ class RowForm:
         said = messages.pop() if messages[-1]["role"] == "assistant" else None
         if not messages:
             raise ConfigError("has nothing before its answer")
-        if said and self.answer_place(row) == "completion" and self.place(row) == "prompt":
+        place = self.answer_place(row)
+        if said and place == "completion" and row["completion"] and self.place(row) == "prompt":
             raise _ends_twice()
         answer = None if self.answer is None else self._answer(row, said)
         return ChatRow(messages, answer, tools)

@@ -74,6 +74,7 @@ class VllmEngine(BaseEngine[Any]):
         self._cancelled: set[str] = set()
         self._admission = Admission()
         self._quiet = Quiet()
+        self._drafted: set[int] = set()
         self._finished: set[int] = set()
 
     async def start(self) -> None:
@@ -97,7 +98,7 @@ class VllmEngine(BaseEngine[Any]):
             vllm_environment.preload_plainly(self._sockets)
         config = model_config(self._directory, trusted)
         vllm_environment.check_heads(config)
-        check_experts(config, self._ranks, self._vllm.expert_parallel)
+        check_experts(config, self._ranks)
         self.max_model_len = context_length(config, self.max_model_len)
         arguments = vllm_environment.engine_arguments(
             self._directory, self._settings, self._vllm, self.max_model_len, self._ranks
@@ -183,8 +184,8 @@ class VllmEngine(BaseEngine[Any]):
     def finish(self, sequence_ids: Collection[int]) -> None:
         """Note it for those that draft, who are told with the next request. vLLM itself evicts the
         blocks that were used longest ago when it needs room."""
-        if self._settings.drafts is not None:
-            self._finished.update(sequence_ids)
+        self._finished.update(self._drafted.intersection(sequence_ids))
+        self._drafted.difference_update(sequence_ids)
 
     async def _load_whole(self, manifest: WeightsManifest) -> None:
         """Replace the weights in vLLM's workers while no request runs."""
@@ -326,9 +327,13 @@ class VllmEngine(BaseEngine[Any]):
         async with self._admission.entered(name, request.priority):
             if name in self._cancelled:
                 return request.ended("cancelled", version)
+            drafted, told = self._settings.drafts and request.takes_drafts, {*self._finished}
             queue = await self._submit(request, pairs)
             try:
-                return await self._collect(request, queue, version, whole=pairs is None)
+                answer = await self._collect(request, queue, version, whole=pairs is None)
+                if queue is not None and answer.finish_reason != "cancelled" and drafted:
+                    self._finished -= told
+                return answer
             except asyncio.CancelledError:
                 if queue is not None:
                     await self._abort([queue.request_id], internal=True)
@@ -341,9 +346,9 @@ class VllmEngine(BaseEngine[Any]):
             return None
         prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *request.sampled]}
         name, extra = self._running[request.sequence_id], None
-        if self._settings.drafts is not None and request.takes_drafts:
+        if self._settings.drafts and request.takes_drafts:
             extra = extra_arguments(request, self._finished)
-            self._finished.clear()
+            self._drafted.add(request.sequence_id)
         parameters = sampling_parameters(request, budget, extra)
         how = {"lora_request": pairs, "priority": request.priority}
         queue = await self._engine.add_request(name, prompt, parameters, **how)

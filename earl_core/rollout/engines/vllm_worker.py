@@ -60,6 +60,7 @@ class PolicyWeights(PolicyPairs):
 
     reload_weights: Any
     rank: int
+    _earl_untrained: dict[str, torch.Tensor] | None = None
 
     def earl_load_weights(self, manifest_json: str) -> dict[str, Any]:
         """Load the manifest's tensors; any exception leaves the engine's weights undefined.
@@ -76,7 +77,10 @@ class PolicyWeights(PolicyPairs):
         # Tied names stay out, as in files of save_pretrained: loaders would read them twice.
         kind = self.model_runner.model_config.hf_config.model_type
         given = names_of_vllm({name: weights[name] for name in manifest.tensors}, kind)
-        loaded = self._earl_reload(model, {**untrained(model), **given})
+        if self._earl_untrained is None:
+            # Before the first sleep, which throws them away.
+            self._earl_untrained = untrained(model)
+        loaded = self._earl_reload(model, {**self._earl_untrained, **given})
         problem = names_problem(loaded & expected, expected)
         if problem is not None:
             raise RuntimeError(f"the engine's model did not take all weights: {problem}")
