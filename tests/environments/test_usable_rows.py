@@ -207,7 +207,7 @@ def test_a_chat_is_read_alike_in_every_form(said: list[str]) -> None:
 
 
 def test_numbers_of_a_table_are_those_that_were_written(tmp_path: Path) -> None:
-    """Of single and half precision, in structs too; what is whole stays whole, vectors as they are."""
+    """Of single and half precision, in structs too; what is whole stays whole, vectors stay too."""
     single, half = [0.1, 1 / 3, 2.5e-7, 16777217.0, 123456.78], [0.1, 2.333, 65504.0, 1e-7, 5.5]
     table = pa.table(
         {
