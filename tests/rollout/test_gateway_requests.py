@@ -57,7 +57,8 @@ def test_what_one_session_sends_keeps_nobody_waiting(monkeypatch: pytest.MonkeyP
         assert (await sent).status_code == 200
         (sample,) = asking.session.end(1.0, {}).samples
         assert sum(mask == 0 for mask in sample.loss_mask) > 300_000
-        assert answered > 10
+        # One, or two, where the other is read before anything else is done.
+        assert answered > 2
 
     asked(scenario, engine)
 
