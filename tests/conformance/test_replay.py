@@ -89,19 +89,23 @@ def assert_told(batch: dict[str, float], oldest: list[int]) -> None:
     assert batch["episodes_replayed"] == 3 * len(oldest)
 
 
+def replaying(model: Path, directory: Path) -> RunConfig:
+    config = configured(model, ALGORITHM, directory, 4)
+    config["rollout"] |= {"max_tokens_per_turn": 24, "stop": list("aeiou012")}
+    config["environments"] = ENVIRONMENTS
+    del config["environment"]
+    replay = {"share": SHARE, "max_age": AGE}
+    config["schedule"] = {"staleness": STALENESS, "mode": "stream", "replay": replay}
+    return RunConfig.model_validate(config)
+
+
 def test_updates_that_train_groups_again_equal_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the seal of a batch and its update the run is stopped: the batch stays as it is."""
     monkeypatch.setenv("EARL_CLOCK", "0")
     model = save("Llama", FAMILIES["Llama"][0], tmp_path / "model")
-    config = configured(model, ALGORITHM, tmp_path, 4)
-    config["rollout"] |= {"max_tokens_per_turn": 24, "stop": list("aeiou012")}
-    replay = {"share": SHARE, "max_age": AGE}
-    config["environments"] = ENVIRONMENTS
-    del config["environment"]
-    config["schedule"] = {"staleness": STALENESS, "mode": "stream", "replay": replay}
-    settings, run = RunConfig.model_validate(config), tmp_path / "runs/run"
+    settings, run = replaying(model, tmp_path), tmp_path / "runs/run"
     reference, versions = Reference(model, ALGORITHM, UPDATE), {0: load(model)}
     kept: dict[int, list[Row]] = {}
     seen: list[tuple[int, int, set[int]]] = []

@@ -6,14 +6,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from earl_core.rollout.engines import vllm_environment
+from earl_core.rollout.engines import vllm_environment, vllm_experts
 from earl_core.rollout.errors import WeightSyncError
 from earl_core.system.errors import ConfigError
 from earl_core.weights.load import manifest_from_directory
@@ -140,3 +142,26 @@ def test_mixtures_that_the_cpu_build_could_not_reload_are_refused_before_it_star
     with pytest.raises(ConfigError, match=r"multiple of 32.*has 64 over 4 ranks.*engine=torch"):
         check_experts(config, 4)
     check_experts(transformers.Qwen3Config(**_SHAPE), 3)
+
+
+def test_an_expert_as_it_was_before_an_update_is_named() -> None:
+    """The update is so small that no product would show it."""
+    gate_up, down = torch.randn(3, 8, 6), torch.randn(3, 6, 4)
+    layer = SimpleNamespace(
+        layer_name="model.layers.0.mlp.experts",
+        global_num_experts=3,
+        is_fused_checkpoint_transposed=False,
+        moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=1, tp_rank=0)),
+        _map_global_expert_id_to_local_expert_id=lambda expert: expert,
+        w13_weight=gate_up.clone(),
+        w2_weight=down.clone(),
+    )
+    down[1, 2, 3] *= 1 + 1e-5
+    named = r"expert 1 of model\.layers\.0\.mlp\.experts has other weights than were published"
+    layers = patch.object(vllm_experts, "routed_layers", lambda _: {0: layer})
+    weights = {
+        "model.layers.0.mlp.experts.gate_up_proj": gate_up,
+        "model.layers.0.mlp.experts.down_proj": down,
+    }
+    with layers, pytest.raises(RuntimeError, match=named):
+        vllm_experts.renew_experts(torch.nn.Module(), weights)
