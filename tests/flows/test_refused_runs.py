@@ -67,8 +67,12 @@ def test_settings_that_are_refused_are_not_kept(tmp_path: Path, tiny_model: Path
     assert load_config(path / "config.yaml").iterations == 5
 
 
-def test_an_environment_that_cannot_be_made_binds_no_run(tmp_path: Path, tiny_model: Path) -> None:
+def test_an_environment_that_cannot_be_made_binds_no_run(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its code is the user's and runs in a process of its own; the corrected name then starts."""
+    # Another file's tests in this process may have imported it.
+    monkeypatch.delitem(sys.modules, "tests.rollout.environments", raising=False)
     wrong = {"name": "tests.rollout.environments:NoSuchGame"}
     with pytest.raises(WorkerCallFailed, match="NoSuchGame"):
         open_controller(config_in(tmp_path, tiny_model, environment=wrong), Tracker)
