@@ -188,7 +188,7 @@ class Worker:
     def stop(self) -> None:
         """End it: said, for its siblings have copies of this end."""
         self.ask()
-        self._process.join(20)
+        self._process.join(60)
 
 
 def _work(end: Connection, parent: int, board: Board, slot: int, store: ShardStore) -> None:

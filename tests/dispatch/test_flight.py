@@ -215,7 +215,7 @@ def _served(run: Path, **variables: str) -> Iterator[str]:
         assert found is not None
         yield found[0]
         process.send_signal(signal.SIGINT)
-        process.wait(20)
+        process.wait(60)
     finally:
         process.kill()
         process.wait()

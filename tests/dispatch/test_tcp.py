@@ -170,7 +170,7 @@ def test_silent_peers_time_out(behave: Callable[[socket.socket], None], entry: S
         began = time.monotonic()
         with pytest.raises(TransportError, match="in time"):
             read(TcpTransport({"a": address}, TOKEN, SOON), entry, whole(entry))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
 
 
 def test_a_peer_that_trickles_times_out(entry: ShardEntry) -> None:

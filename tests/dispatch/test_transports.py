@@ -253,5 +253,5 @@ def test_children(transport: TcpTransport, entry: ShardEntry, method: str) -> No
     child.start()
     during = read(transport, entry, whole(entry))
     assert queue.get(timeout=60) == before == during
-    child.join(10)
+    child.join(60)
     assert read(transport, entry, whole(entry)) == before, "the parent's connections live on"
