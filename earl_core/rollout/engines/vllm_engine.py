@@ -108,9 +108,10 @@ class VllmEngine(BaseEngine[Any]):
             arguments |= adapter_arguments(rank, layer_matrices(self._parameters))
         self._memory = MemoryWatch()
         try:
-            self._engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
-            )
+            with vllm_environment.compiling(arguments):
+                self._engine = AsyncLLM.from_engine_args(
+                    AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
+                )
         except Exception as error:
             self._check_memory(error, "starting vLLM")
             # The exit code of a process that a signal ended is negative.
