@@ -7,6 +7,7 @@ looks for the platform, before anything of it is imported. Prints a JSON object.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -89,8 +90,16 @@ def resolved(directory: Path, engine: EngineSettings, settings: VllmConfig) -> d
     }
 
 
+_INSPECT = (
+    "from vllm.model_executor.models.registry import ModelRegistry\n"
+    "ModelRegistry.models['LlamaForCausalLM'].inspect_model_cls()"
+)
+"""Keeps in vLLM's cache what vLLM asks a process of its own for, in which no stand-in is."""
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
+    subprocess.run([sys.executable, "-c", _INSPECT], check=True, stdout=sys.stderr)
     platform = put_in_place()
     vllm_environment.prepare(directory, 1, 0)
     vllm_environment.load()
