@@ -44,7 +44,8 @@ def call_id(number: int) -> str:
 class Message(TypedDict):
     """One chat message, as chat templates take it. All texts must encode to UTF-8.
 
-    tool_calls: of an assistant's message. tool_call_id, name: of the message of role "tool" that
+    tool_calls: of an assistant's message. reasoning_content: of one that is told apart from its
+    reasoning, for templates that read it. tool_call_id, name: of the message of role "tool" that
     answers a call, the call's. tools: of the first message of an episode: tools that its model is
     told of, as OpenAI's API has them, and that nobody runs: an answer that calls one of them is
     given to `step` as it was written.
@@ -53,6 +54,7 @@ class Message(TypedDict):
     role: str
     content: str
     tool_calls: NotRequired[list[ToolCall]]
+    reasoning_content: NotRequired[str]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
     tools: NotRequired[list[dict[str, Any]]]

@@ -33,6 +33,10 @@ DROPS_REASONING = (
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+READS_REASONING = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m['content'] }}",
+)
 DROPS_ANSWERS = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
 
 SPECIAL = (

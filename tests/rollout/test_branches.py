@@ -12,8 +12,9 @@ from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.gateway.branches import Branches, Prompt
+from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import VersionSpan
-from tests.rollout.chat_models import CHATML, DROPS_REASONING, char_tokenizer
+from tests.rollout.chat_models import CHATML, DROPS_REASONING, READS_REASONING, char_tokenizer
 
 TOKENIZER = char_tokenizer(CHATML)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -160,6 +161,27 @@ def test_an_answer_that_comes_back_with_less_extends_its_sample(
     # What is no answer's remainder is another conversation.
     said_by(branches, [*messages[:1], {**messages[1], "content": "other"}, messages[2]], "x", tools)
     assert len(branches.samples) == 2
+
+
+def test_reasoning_beside_the_text_extends_its_sample_or_reaches_the_template() -> None:
+    def after(template: str, reasoning: str) -> tuple[Branches, str]:
+        branches = Branches(ChatTokenizer(char_tokenizer(template)), 5)
+        first: list[Message] = [{"role": "user", "content": "hi"}]
+        back = said_by(branches, first, REASONED, NO_TOOLS)
+        back |= {"content": "hello", "reasoning_content": reasoning}
+        prompt = branches.prompt([*first, back, {"role": "user", "content": "go on"}])
+        before = prompt.sample.tokens if prompt.sample else []
+        return branches, text([*before, *prompt.given])
+
+    for template in (CHATML, READS_REASONING):
+        branches, said = after(template, "hm")
+        assert len(branches.all) == 1
+        assert said.count(REASONED) == 1
+    branches, said = after(READS_REASONING, "other")
+    assert len(branches.all) == 2
+    assert "[other]hello" in said
+    with pytest.raises(ConfigError, match="does not read reasoning_content"):
+        after(CHATML, "other")
 
 
 def test_what_could_be_left_of_two_answers_is_neither() -> None:

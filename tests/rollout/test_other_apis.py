@@ -68,6 +68,19 @@ def test_responses_go_on_by_their_items_and_by_their_ids() -> None:
             await api.responses.create(model="policy", input="x", previous_response_id="resp_x")
         with pytest.raises(openai.BadRequestError, match="only functions of the caller"):
             await api.responses.create(model="policy", input="x", tools=[{"type": "web_search"}])  # type: ignore[list-item]
+        thought: Any = {"id": "r", "type": "reasoning", "summary": []}
+        reasoning: Any = [{"type": "reasoning_text", "text": "hm"}]
+        for given, told in (
+            ([{**thought, "summary": [{"type": "summary_text", "text": "hm"}]}], "reasoning_text"),
+            ([{**thought, "content": reasoning}], "ends with reasoning"),
+            ([{**thought, "content": reasoning}, *HI], "stands after reasoning"),
+            (
+                [*HI, {**thought, "content": reasoning}, items[-2]],
+                "does not read reasoning_content",
+            ),
+        ):
+            with pytest.raises(openai.BadRequestError, match=told):
+                await api.responses.create(model="policy", input=given)
         assert turns(asking) == [3, 1]
 
     asked(scenario, saying(CALL, "five.", "yes.", "no."))
@@ -146,6 +159,21 @@ def test_messages_of_anthropics_client_extend_the_sample() -> None:
                 max_tokens=9,
                 tools=[{"type": "web_search_20250305"}],  # type: ignore[list-item]
             )
+        for about_bad, given in (
+            ({"stream": "false"}, HI),
+            (
+                {},
+                [
+                    *HI,
+                    {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]},
+                    *HI,
+                ],
+            ),
+        ):
+            with pytest.raises(
+                BadRequestError, match=r"stream must be true|not read reasoning_content"
+            ):
+                await api.messages.create(messages=given, **about, extra_body=about_bad)
         with pytest.raises(AuthenticationError, match="no session of a running episode"):
             await api.with_options(api_key="x").messages.create(messages=HI, **about)
         assert turns(asking) == [2, 1]

@@ -100,6 +100,34 @@ REFUSED: dict[str, tuple[Any, str]] = {
             ("partial", True, "ask for continue_final_message"),
             ("name", 5, "messages[0].name must be a text"),
             ("tool_call_id", 5, "messages[0].tool_call_id must be a text"),
+            ("reasoning", 5, "messages[0].reasoning must be a text"),
+            ("reasoning_content", "hm", "the chat template does not read reasoning_content"),
+        )
+    },
+    "reasoning of the user's": (
+        {"messages": [{"role": "user", "content": "a", "reasoning": "b"}]},
+        "messages[0] has reasoning, and is not the assistant's",
+    ),
+    "an opening with reasoning": (
+        {
+            "messages": [
+                *HELLO["messages"],
+                {"role": "assistant", "content": "a", "reasoning": "b"},
+            ],  # type: ignore[misc]
+            "continue_final_message": True,
+        },
+        "cannot go on with a message that has reasoning",
+    ),
+    **{
+        f"{key}, a text": (
+            {**HELLO, **({outer: {key: "false"}} if outer else {key: "false"})},
+            f"{outer}{'.' if outer else ''}{key} must be true or false, not 'false'",
+        )
+        for outer, key in (
+            *(("", "stream"), ("", "logprobs"), ("", "return_token_ids")),
+            *(("", "return_tokens_as_token_ids"), ("", "parallel_tool_calls")),
+            *(("", "continue_final_message"), ("", "add_generation_prompt")),
+            ("stream_options", "include_usage"),
         )
     },
     "a surrogate in the model": ({**HELLO, "model": "\udc00"}, "model cannot be encoded"),

@@ -233,6 +233,11 @@ class ChatTokenizer:
         """The template's text of a conversation, by default ending where an answer begins; for
         `encode`: control tokens in texts that are not the policy's `own` are quoted in it."""
         disguise = self._special.disguise((messages, tools.schemas, tools.options))
+        if not self._template.knows_reasoning and any("reasoning_content" in m for m in messages):
+            raise ConfigError(
+                "the chat template does not read reasoning_content: write reasoning into the "
+                "message's content, between <think> and </think>, or leave it out"
+            )
         try:
             hidden = [disguise.message(message) for message in messages]
             if tools or tools.options:

@@ -99,6 +99,8 @@ class ChatTemplate:
             )
         self.knows_tools = TOOL.schemas[0]["function"]["name"] in self._tried([QUESTION], TOOL)
         """True when the model is told of tools."""
+        self.knows_reasoning = "reasoning_content" in self.sources
+        """True when a message of the assistant's may have its reasoning beside its content."""
         self.knows_system = _SYSTEM in self._tried(
             [{"role": "system", "content": _SYSTEM}, QUESTION], NO_TOOLS
         )

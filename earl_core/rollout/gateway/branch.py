@@ -61,6 +61,8 @@ def compared(message: Message) -> Message:
         "role": role,
         "content": content.strip() if role == "assistant" else content,
     }
+    if "reasoning_content" in message:
+        compared["reasoning_content"] = message["reasoning_content"]
     if "tool_calls" in message:
         compared["tool_calls"] = [{**call, "id": ""} for call in message["tool_calls"]]
     return compared
@@ -71,6 +73,8 @@ def branch_key(messages: Sequence[Message], tools: str, role: str = "") -> tuple
     texts = [each for each in (role, tools) if each]
     for each in messages:
         texts += [each["role"], each["content"]]
+        if "reasoning_content" in each:
+            texts.append(each["reasoning_content"])
         if "tool_calls" in each:
             texts.append(json.dumps(each["tool_calls"], sort_keys=True))
     return tuple(texts)

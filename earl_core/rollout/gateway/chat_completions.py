@@ -46,7 +46,9 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
     if not isinstance(given, list) or not given:
         raise invalid("messages must be a list of at least one message")
     messages = [_message(number, message) for number, message in enumerate(given)]
-    options = body.get("stream_options")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping):
+        raise invalid("stream_options must be a JSON object")
     tools, asked = tools_and_choice(body, chat_request.schemas(body.get("tools") or []))
     asked += _form(body)
     opening = _opening(body, messages)
@@ -57,16 +59,16 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
         tools=Tools(tools, _template_options(body, reading)),
         max_tokens=budget(body),
         model=str(body.get("model", "")),
-        stream=bool(body.get("stream")),
+        stream=chat_request.flag(body, "stream") or False,
         count=chat_request.whole_number(body, "n", 1, MOST_ANSWERS) or 1,
         stop_token_ids=chat_request.token_ids(body, "stop_token_ids", reading.vocabulary),
         stop=chat_request.stop_strings(body, "stop"),
         constraints=asked,
-        usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
-        logprobs=bool(body.get("logprobs")),
+        usage=chat_request.flag(options, "include_usage", "stream_options.") or False,
+        logprobs=chat_request.flag(body, "logprobs") or False,
         top=_top(body),
-        ids_as_text=bool(body.get("return_tokens_as_token_ids")),
-        token_ids=bool(body.get("return_token_ids")),
+        ids_as_text=chat_request.flag(body, "return_tokens_as_token_ids") or False,
+        token_ids=chat_request.flag(body, "return_token_ids") or False,
     )
 
 
@@ -173,7 +175,7 @@ def tools_and_choice(
         raise invalid("tool_choice must be auto, none, required, a function or allowed_tools")
     if asked and not given:
         raise invalid("tool_choice asks for a call, and tools has none")
-    if given and body.get("parallel_tool_calls") is False:
+    if chat_request.flag(body, "parallel_tool_calls") is False and given:
         asked.append(constraints.one_call("parallel_tool_calls"))
     return given, asked
 
@@ -212,9 +214,11 @@ def _message(number: int, message: Any) -> Message:
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         content = ""
-    text = chat_request.text_of(content, f"{where}.content")
+    text, reasoning = chat_request.text_of(content, f"{where}.content"), _reasoning(message, where)
     if message["role"] == "assistant":
-        read = chat_request.assistant(text, calls)
+        read = chat_request.assistant(text, calls, reasoning)
+    elif reasoning:
+        raise invalid(f"{where} has reasoning, and is not the assistant's")
     else:
         role = "system" if message["role"] == "developer" else str(message["role"])
         read = Message(role=role, content=text)
@@ -230,6 +234,15 @@ def _message(number: int, message: Any) -> Message:
     return read
 
 
+def _reasoning(message: Mapping[str, Any], where: str) -> str:
+    """By the name that DeepSeek gave it, or vLLM's."""
+    given = {key: message.get(key) or "" for key in ("reasoning_content", "reasoning")}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise invalid(f"{where}.{key} must be a text")
+    return given["reasoning_content"] or given["reasoning"]
+
+
 def _call(where: str, call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
@@ -241,8 +254,8 @@ def _call(where: str, call: Any) -> ToolCall:
 def _opening(body: Mapping[str, Any], messages: list[Message]) -> str:
     """The text of the last message where the answer goes on with it, which then is no message
     before it."""
-    begins = body.get("add_generation_prompt")
-    if not body.get("continue_final_message"):
+    begins = chat_request.flag(body, "add_generation_prompt")
+    if not chat_request.flag(body, "continue_final_message"):
         if begins is False:
             raise invalid(
                 "add_generation_prompt: false leaves open whose turn it is: name "
@@ -254,7 +267,8 @@ def _opening(body: Mapping[str, Any], messages: list[Message]) -> str:
     last = body["messages"][-1]
     if len(messages) < 2 or messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
         raise invalid("continue_final_message wants a last message that is the assistant's text")
-    messages.pop()
+    if "reasoning_content" in messages.pop():
+        raise invalid("the answer cannot go on with a message that has reasoning beside its text")
     return chat_request.text_of(last.get("content") or "", "the last message's content")
 
 

@@ -127,9 +127,11 @@ def call_of(where: str, id_: Any, name: Any, given: Any) -> ToolCall:
     return {"id": str(id_ or ""), "type": "function", "function": read}
 
 
-def assistant(content: str, calls: Sequence[ToolCall]) -> Message:
-    """A message of the assistant's."""
+def assistant(content: str, calls: Sequence[ToolCall], reasoning: str = "") -> Message:
+    """A message of the assistant's. reasoning: that came apart from the content."""
     message: Message = {"role": "assistant", "content": content.strip()}
+    if reasoning.strip():
+        message["reasoning_content"] = reasoning.strip()
     if calls:
         message["tool_calls"] = list(calls)
     return message
@@ -173,6 +175,15 @@ def effort(given: Any, reading: Reading, field: str) -> dict[str, Any]:
     if given == "none" and "enable_thinking" in reading.template_options:
         return {"enable_thinking": False}
     raise invalid(f"{field} is not supported: the chat template does not read it")
+
+
+def flag(body: Mapping[str, Any], key: str, where: str = "") -> bool | None:
+    """The true or false of a field; None where it has none. where: in front of its name. Raises
+    `HTTPException`: "false", a text, would count as true."""
+    given = body.get(key)
+    if given is not None and not isinstance(given, bool):
+        raise invalid(f"{where}{key} must be true or false, not {given!r:.50}")
+    return given
 
 
 def whole_number(

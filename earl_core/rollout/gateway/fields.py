@@ -115,8 +115,8 @@ CHAT: Fields = {
     **_PROMPTS,
     **_LABELS,
     **_done(
-        "roles system, developer, user, assistant, tool; texts and calls; a message with "
-        "`function_call`, `audio`, `refusal`, `prefix` or `partial` is refused",
+        "roles system, developer, user, assistant, tool; texts, calls and reasoning; a message "
+        "with `function_call`, `audio`, `refusal`, `prefix` or `partial` is refused",
         "messages",
     ),
     **_done("`opponent`: recorded nowhere; any other: the policy", "model"),
@@ -179,7 +179,7 @@ SAMPLING: Fields = {
 RESPONSES: Fields = {
     **_LABELS,
     **_harmless(_THE_RUNS, "temperature", "top_p"),
-    **_done("a text, or messages, calls and their results", "input"),
+    **_done("a text, or messages, reasoning, calls and their results", "input"),
     **_done("a message of the system in front; of this request alone", "instructions"),
     **_done("the conversation after that answer goes on, as a branch", "previous_response_id"),
     **_done("`opponent`: recorded nowhere; any other: the policy", "model"),
@@ -213,7 +213,8 @@ MESSAGES: Fields = {
     **_harmless("it neither changes the prompt nor the answer", "user_profile_id", "workspace_id"),
     **_harmless("it neither changes the prompt nor the answer", "diagnostics", "speed", "betas"),
     **_done(
-        "texts, calls and their results; a last one of the assistant's is gone on with", "messages"
+        "texts, thinking, calls and their results; a last one of the assistant's is gone on with",
+        "messages",
     ),
     **_done("a message of the system in front", "system"),
     **_done("`opponent`: recorded nowhere; any other: the policy", "model"),

@@ -57,7 +57,7 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
         tools=Tools(tools, options),
         max_tokens=chat_request.whole_number(body, "max_tokens", 1),
         model=str(body.get("model", "")),
-        stream=bool(body.get("stream")),
+        stream=chat_request.flag(body, "stream") or False,
         stop=chat_request.stop_strings(body, "stop_sequences"),
         constraints=asked,
     )
@@ -149,7 +149,7 @@ def _read(where: str, message: Any) -> list[Message]:
     content = message.get("content")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts: list[str] = []
-    calls, results = [], []
+    calls, results, thought = [], [], ""
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
@@ -157,6 +157,8 @@ def _read(where: str, message: Any) -> list[Message]:
             calls.append(
                 chat_request.call_of(place, block.get("id"), block.get("name"), block.get("input"))
             )
+        elif kind == "thinking" and role == "assistant":
+            thought += chat_request.text_of(block.get("thinking"), f"{place}.thinking")
         elif kind == "tool_result" and role == "user":
             said = "\n".join(_texts(place, block.get("content") or ""))
             id_ = str(block.get("tool_use_id", ""))
@@ -164,7 +166,7 @@ def _read(where: str, message: Any) -> list[Message]:
         else:
             texts += _texts(place, [block])
     if role == "assistant":
-        return [chat_request.assistant("".join(texts), calls)]
+        return [chat_request.assistant("".join(texts), calls, thought)]
     if results and not texts:
         return results
     return [*results, Message(role=role, content="\n".join(texts))]
@@ -197,7 +199,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Constrai
     asked: Any = _CHOICES.get(kind)
     if kind == "tool":
         asked = {"type": "function", "function": {"name": choice.get("name")}}
-    parallel = not choice.get("disable_parallel_tool_use")
+    parallel = not chat_request.flag(choice, "disable_parallel_tool_use", "tool_choice.")
     return chat_completions.tools_and_choice(
         {"tool_choice": asked, "parallel_tool_calls": parallel}, chat_request.schemas(schemas)
     )

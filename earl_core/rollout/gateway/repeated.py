@@ -1,6 +1,7 @@
 """Whether an answer that a request repeats is one that was recorded.
 
-Agents give answers back as they keep them: without the text beside a call, or without reasoning.
+Agents give answers back as they keep them: without the text beside a call, without reasoning, or
+with reasoning apart from the text.
 """
 
 from __future__ import annotations
@@ -81,5 +82,8 @@ def _is_what_is_left(recorded: Message, said: Message) -> bool:
     calls = recorded.get("tool_calls")
     if {recorded["role"], said["role"]} != {"assistant"} or calls != said.get("tool_calls"):
         return False
-    kept = recorded["content"].rpartition(_REASONING_ENDS)[2].strip()
+    thought, _, kept = recorded["content"].rpartition(_REASONING_ENDS)
+    kept = kept.strip()
+    if said.get("reasoning_content") not in (None, thought.removeprefix("<think>").strip()):
+        return False
     return said["content"] in ("", kept) if calls else said["content"] == kept != ""

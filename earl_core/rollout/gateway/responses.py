@@ -53,7 +53,7 @@ def parse(body: Any, reading: Reading) -> ChatRequest:
         tools=Tools(tools, effort),
         max_tokens=chat_request.whole_number(body, "max_output_tokens", 1),
         model=str(body.get("model", "")),
-        stream=bool(body.get("stream")),
+        stream=chat_request.flag(body, "stream") or False,
         constraints=asked,
         body={key: body.get(key) for key in _REPEATED},
         kept=messages,
@@ -168,7 +168,7 @@ def _messages(given: Any) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise invalid("input must be a text or a list of at least one item")
     messages: list[Message] = []
-    calling = False
+    calling, thought = False, ""
     for number, item in enumerate(given):
         where = f"input[{number}]"
         if not isinstance(item, Mapping):
@@ -180,9 +180,12 @@ def _messages(given: Any) -> list[Message]:
             )
             # Calls of one answer come as items of their own, after its text.
             if not calling:
-                messages.append(chat_request.assistant("", []))
+                messages.append(chat_request.assistant("", [], thought))
             messages[-1].setdefault("tool_calls", []).append(call)
-            calling = True
+            calling, thought = True, ""
+            continue
+        if kind == "reasoning":
+            thought, calling = _thought(where, item), False
             continue
         if kind == "function_call_output":
             output = chat_request.text_of(item.get("output"), f"{where}.output", _TEXTS, "\n")
@@ -191,17 +194,30 @@ def _messages(given: Any) -> list[Message]:
         elif kind == "message" and item.get("role") in _ROLES:
             text = chat_request.text_of(item.get("content"), f"{where}.content", _TEXTS)
             role = "system" if item["role"] == "developer" else str(item["role"])
-            own = role == "assistant"
-            messages.append(
-                chat_request.assistant(text, []) if own else Message(role=role, content=text)
-            )
+            if role == "assistant":
+                messages.append(chat_request.assistant(text, [], thought))
+            else:
+                messages.append(Message(role=role, content=text))
         else:
             raise invalid(
                 f"{where} must be a message of {', '.join(_ROLES)}, a function_call or a "
                 "function_call_output"
             )
         calling = messages[-1]["role"] == "assistant"
+        if thought and not calling:
+            raise invalid(f"{where} stands after reasoning, and is not the assistant's")
+        thought = ""
+    if thought:
+        raise invalid("input ends with reasoning: the answer cannot go on with it")
     return messages
+
+
+def _thought(where: str, item: Mapping[str, Any]) -> str:
+    """Reasoning of the message or the calls after it."""
+    text = chat_request.text_of(item.get("content") or "", f"{where}.content", ("reasoning_text",))
+    if not text and (item.get("summary") or item.get("encrypted_content")):
+        raise invalid(f"{where} has no reasoning_text, and nothing else of it can be read")
+    return text
 
 
 def _schema(number: int, tool: Any) -> dict[str, Any]:
