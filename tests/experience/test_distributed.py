@@ -294,13 +294,18 @@ class Ranks:
     def __init__(self, tmp_path: Path, config: RunConfig) -> None:
         self.run = RunDirectory.open(config)
         self.store = run_store(self.run.path, config)
+        self._tmp_path, self._config = tmp_path, config
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the ranks, anew where one was lost."""
         self.group = WorkerGroup(
             "experience",
             "earl_core.experience.experience_worker:ExperienceWorker",
-            log_directory=tmp_path / "logs",
+            log_directory=self._tmp_path / "logs",
         )
         arguments = {
-            "config": config.model_dump(mode="json"),
+            "config": self._config.model_dump(mode="json"),
             "run_directory": str(self.run.path),
         }
         self.group.start({"stage": "experience", "replicas": 3}, arguments, 3)

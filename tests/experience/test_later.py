@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from earl_core.cluster.errors import WorkerLost
 from earl_core.config import RunConfig
 from earl_core.config.reward import RewardFunctionConfig
 from earl_core.dispatch import Batch, ShardEntry
@@ -23,9 +27,9 @@ from earl_core.environments.later import NOT_YET, Later, episode_key
 from earl_core.experience.reward import merge_rewards
 from earl_core.experience.waiting import NO_ANSWER, KeptScores, Waiting
 from earl_core.system.errors import ConfigError, EarlError
-from earl_core.trajectory.samples import rollout_rows
+from earl_core.trajectory.samples import SAMPLE_BITS, rollout_rows
 from earl_core.trajectory.schema import ROLLOUT_SCHEMA
-from tests.experience.test_distributed import configuration, sealed, written
+from tests.experience.test_distributed import Ranks, configuration, sealed, written
 from tests.experience.test_scoring import EPISODES, RIGHT, rank_alone, scores_of
 
 FOUR = EPISODES[:4]
@@ -91,6 +95,64 @@ async def test_ratings_in_files_are_waited_for_and_kept_for_a_resume(tmp_path: P
     )
     assert heard[-1] == {"episodes_done": 4, "episodes": 4}
     assert merged["metrics"]["of/people/mean"] == pytest.approx(6 / 16)
+
+
+def test_ranks_wait_each_for_its_own_and_a_killed_one_loses_no_score(tmp_path: Path) -> None:
+    directory = tmp_path / "ratings"
+    options = QUICK | {"directory": str(directory), "deadline_seconds": 120.0}
+    config = configuration(tmp_path, {"functions": [{"function": "later", "options": options}]})
+    ranks = Ranks(tmp_path, config)
+    manifest = written(ranks.store, "rollout", ROLLOUT_SCHEMA, [rollout_rows(EPISODES)])
+    kept = ranks.run.path / "later"
+
+    def rate(first: int, after: int, score: float) -> None:
+        """Rate episodes of these numbers as soon as they are asked for, if nobody has yet."""
+        rated: set[str] = set()
+        while len(rated) < after - first and not over.wait(0.02):
+            for asked in directory.glob("episodes/*.json"):
+                number = json.loads(asked.read_text())["episode_id"]
+                if first <= number < after and asked.name not in rated:
+                    rated.add(asked.name)
+                    (directory / "scores" / asked.name).write_text(json.dumps({"score": score}))
+
+    def kill_when_kept() -> None:
+        while not over.wait(0.02):
+            lines = [line for path in kept.glob("*.jsonl") for line in path.open()]
+            if len(lines) == 3:
+                os.kill(ranks.group.pids[0], signal.SIGKILL)
+                return
+
+    def beside(*work: Any) -> None:
+        over.clear()
+        threads = [threading.Thread(target=each) for each in work]
+        for thread in threads:
+            thread.start()
+        try:
+            results.append(ranks.call("reward", [manifest]))
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+    over, results = threading.Event(), list[list[dict[str, Any]]]()
+    try:
+        with pytest.raises(WorkerLost):
+            beside(partial(rate, 0, 3, 0.25), kill_when_kept)
+        # Who rates again would say something else.
+        for path in directory.glob("scores/*.json"):
+            path.write_text('{"score": 100}')
+        ranks.begin()
+        beside(partial(rate, 3, len(EPISODES), 0.5))
+        merged = merge_rewards(results[-1], config)
+        assert sum(bool(each["shards"]) for each in results[-1]) > 1
+        entries = [ShardEntry.model_validate(each) for each in merged["shards"]]
+        with Batch(ranks.store, [sealed("reward", entries)]) as batch:
+            numbers = (batch.rows >> SAMPLE_BITS).tolist()
+            rewards = dict(zip(numbers, batch.scalars("reward").tolist(), strict=False))
+    finally:
+        ranks.close()
+    own = {each.episode_id: each.total_reward for each in EPISODES}
+    assert rewards == pytest.approx({n: own[n] + (0.25 if n < 3 else 0.5) for n in own})
 
 
 class _Grader(BaseHTTPRequestHandler):
