@@ -123,10 +123,13 @@ class Calls:
             reason, detail = error.reason, error.detail
         except self.passing:
             raise
-        except BaseException:
+        except BaseException as error:
             # Exceptions of the user's own too: whoever waits for the reply must get one.
             reason = "timeout" if call.overdue else "exception"
-            detail = f"{call.overdue}\n{traceback.format_exc()}".lstrip()
+            told = traceback.format_exception(error)
+            if call.overdue and isinstance(error, asyncio.CancelledError):
+                told.pop()  # it is the deadline's, which is told already
+            detail = f"{call.overdue}\n{''.join(told)}".lstrip()
         await self._close(call)
         return failure(call, reason, detail)
 
