@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from earl_core.config.rollout import MOST_DRAFT_TOKENS
 from earl_core.pretrained.float32_head import Float32Head
 from earl_core.pretrained.grammars import Matcher, grammars_of
-from earl_core.pretrained.routers import Routers, routers_of
+from earl_core.pretrained.routers import Routers, routers_of, unread_routers
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.causal_model import NO_PAIRS, PairedLayers, Pairs, load_causal_model
 from earl_core.rollout.engines.drafting import Drafting, widest_draft
@@ -179,6 +179,11 @@ class TorchEngine(BaseEngine[Pairs]):
         if self._settings.record_routing:
             self._routers = routers_of(self._model)
             self.routing = None if self._routers is None else self._routers.shape
+            if kinds := unread_routers(self._model):
+                logger.warning(
+                    "experts are not recorded: %s chooses them in a way that cannot be repeated",
+                    kinds[0],
+                )
         self._take_head(self._model)
         if self._settings.adapter_rank is not None:
             self._layers = PairedLayers(self._model)
