@@ -4,25 +4,56 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
+from earl_core.dispatch import read_manifest
+from earl_core.dispatch.shards.manifest import sealed_path
 from tests.flows.runs import Runs
-from tests.learner.test_routing import mixture
+from tests.learner.test_routing import SHAPE, mixture
+
+LAYOUTS = {
+    "context": ["stages.update={context_parallel: 2}", "update.activation_checkpointing=full"],
+    "shard": ["stages.update={shard: 2}", "update.activation_checkpointing=selective"],
+    "stream": ["schedule={staleness: 1, mode: stream}", "algorithm.kl={placement: none}"],
+    "agent": ["environment.agent=tests.rollout.agents:tic_tac_toe"],
+}
 
 
-@pytest.mark.slow
-def test_recorded_experts_are_trained_and_reward_and_advantage_read_none(runs: Runs) -> None:
-    """Two minibatches, so that old log-probs are computed; a reference that routes by itself."""
-    settings = [f"model={json.dumps({'path': str(mixture(runs.directory / 'mixture'))})}"]
-    settings += ["update.max_mismatch=1e-4", "algorithm.importance_correction={cap: 2}"]
-    # As the recipes' models, a random one learns something only if its games differ.
+def _trained(runs: Runs, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of two iterations of two minibatches each, so that old log-probs are computed,
+    beside a reference that routes by itself."""
+    model = runs.directory / "mixture"
+    settings = [f"model={json.dumps({'path': str(mixture(model))})}", *overrides]
+    settings += ["algorithm.importance_correction={cap: 2}", "tracking.keep_episodes=all"]
     (ended,) = runs.train_here({"overrides": settings})
     assert ended is None
     lines = runs.metrics()
     assert len(lines) == 2
     for line in lines:
         assert line["update/optimizer_steps"] > 0
-        assert line["update/mismatch_max"] < 1e-5
         assert line["update/expert_load_max"] >= line["update/expert_load"] >= 1.0
-        # Engine and trainer choose alike in float32, until the first of two steps moved the router.
+        # In float32 engine and trainer choose alike, until the first of two steps moves routers.
         assert line["update/routing_changed_share"] < 0.2
+    return lines
+
+
+@pytest.mark.slow
+def test_recorded_experts_are_trained_and_kept_episodes_have_none(runs: Runs) -> None:
+    lines = _trained(runs)
+    assert max(line["update/mismatch_max"] for line in lines) < 1e-5
+    run = runs.directory / "runs" / "run"
+    columns = read_manifest(sealed_path(run, 0, "rollout")).shards[0].columns
+    sizes = {name: columns[name].values[1] for name in ("tokens", "routing")}
+    assert sizes["routing"] == sizes["tokens"] // 4 * SHAPE.width
+    assert (
+        "routing" not in pq.read_schema(sealed_path(run, 0, "x").parent / "episodes.parquet").names
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_routing_stays_with_its_tokens(runs: Runs, layout: str) -> None:
+    """On context ranks and shards, in a stream, and behind the gateway."""
+    lines = _trained(runs, *LAYOUTS[layout])
+    assert max(line["update/mismatch_max"] for line in lines) < 1e-5
