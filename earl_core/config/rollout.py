@@ -208,7 +208,7 @@ class RolloutConfig(Settings):
     )
     record_routing: Literal["auto", "off"] = Field(
         default="auto",
-        description="Of a mixture of experts: record the experts that each token was given, and "
+        description="Record the experts that a mixture gave each token, and "
         "train it under these. auto: where the engine tells them (torch) and the routers can be "
         "told; models without experts have nothing to record. off: the trainer's routers choose "
         "anew, which in bfloat16 are others for some tokens.",
