@@ -37,11 +37,11 @@ from earl_core.learner.attention import attention_plan, varlen_cuda
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.samples import gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
-from earl_core.learner.microbatches import UpdateMetrics
 from earl_core.learner.model import settle
 from earl_core.learner.parallel.mesh import ALONE, UpdateMesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.update_metrics import UpdateMetrics
 from earl_core.selector.model.sizes import positions_at_a_time
 from tools.harness import Report, Row, parser, publish
 from tools.shapes import FORMULA, SHAPES, Shape, random_sample

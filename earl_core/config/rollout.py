@@ -206,6 +206,13 @@ class RolloutConfig(Settings):
         "log-probs that are equal to rounding. {} for the defaults; None: no drafts. "
         "On vLLM it switches asynchronous scheduling off, and needs whole weights.",
     )
+    record_routing: Literal["auto", "off"] = Field(
+        default="auto",
+        description="Record the experts that a mixture gave each token, and "
+        "train it under these. auto: where the engine tells them (torch) and the routers can be "
+        "told; models without experts have nothing to record. off: the trainer's routers choose "
+        "anew, which in bfloat16 are others for some tokens.",
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description="Precision of the engine's weights and computation. auto: bfloat16 where the "

@@ -39,6 +39,7 @@ _LATER = {
     "rollout.max_waves": 3,
     "rollout.deal": "contiguous",
     "rollout.drafts": None,
+    "rollout.record_routing": "auto",
     "rollout.vllm.expert_parallel": False,
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,

@@ -86,6 +86,8 @@ def preflight(
     precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
     references = () if model is None else reference_shapes(begins, teachers)
     policy = settled(precision.config, hardware, model, references, hosts)
+    if model is not None and model.experts:
+        _warn_of_routing(policy.config)
     return Preflight(hosts, hardware, model, precision, policy, counts)
 
 
@@ -99,6 +101,26 @@ def warn_of_turns(config: RunConfig) -> None:
             "`shared`",
             stale, config.stages.division.placement,
         )  # fmt: skip
+
+
+def _warn_of_routing(config: RunConfig) -> None:
+    """Warn where a mixture is trained under other experts than it was played with. Precision is
+    settled."""
+    rollout = config.rollout
+    if rollout.engine == "torch" and (
+        rollout.record_routing == "auto" or rollout.dtype != "bfloat16"
+    ):
+        return
+    why = "rollout.record_routing is off"
+    if rollout.record_routing == "auto":
+        why = f"rollout.engine {rollout.engine} does not record the experts of its tokens yet"
+    logger.warning(
+        "%s: the trainer's routers choose anew, and some tokens are trained under other experts "
+        "than they were sampled with (in bfloat16 about a tenth of the choices); "
+        "update/mismatch_mean shows what it costs%s",
+        why,
+        "; rollout.engine=torch records them" if rollout.engine != "torch" else "",
+    )
 
 
 def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:

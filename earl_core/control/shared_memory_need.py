@@ -8,7 +8,7 @@ from pathlib import Path
 from earl_core.config import RunConfig
 from earl_core.config.schedule import ReplayConfig
 from earl_core.pretrained.adapter_checks import pairs_bytes
-from earl_core.pretrained.model_directory import published_bytes, read_model_shape
+from earl_core.pretrained.model_directory import published_bytes, read_model_shape, stored_routing
 from earl_core.selector.model.memory_model import gib
 from earl_core.system.finding import Finding
 from earl_core.system.shared_memory import Need, Room, enlarge, shards_limit
@@ -21,9 +21,18 @@ _TOKEN_BYTES = _SAMPLED_BYTES + _MORE_BYTES
 """Bytes of a token in the shards of rollout and advantage."""
 
 
-def samples_bytes(episodes: int, tokens: int, columns: int = 0) -> int:
-    """Return the bytes of so many episodes of so many tokens. columns: further ones."""
-    return episodes * tokens * (_TOKEN_BYTES + columns * _MORE_BYTES)
+def samples_bytes(episodes: int, tokens: int, columns: int = 0, routing: int = 0) -> int:
+    """Return the bytes of so many episodes of so many tokens. columns: further ones. routing: bytes
+    of a token's (`routing_bytes`)."""
+    return episodes * tokens * (_TOKEN_BYTES + columns * _MORE_BYTES + routing)
+
+
+def routing_bytes(config: RunConfig) -> int:
+    """Return the bytes of a token's recorded experts, at most; 0 where nothing is recorded."""
+    if config.rollout.record_routing == "off" or config.rollout.engine != "torch":
+        return 0
+    routing = stored_routing(Path(config.initial_model.path))
+    return 0 if routing is None else routing.width * (1 if routing.dtype == "uint8" else 2)
 
 
 def need_of(config: RunConfig) -> Need:
@@ -37,11 +46,12 @@ def need_of(config: RunConfig) -> Need:
     columns = sum((config.needs_reference, config.needs_old_logprobs, config.schedule.streams))
     tokens = min(rollout.max_model_len or positions, positions)
     episodes = rollout.episodes_per_iteration * rollout.most_waves
-    samples = samples_bytes(episodes, tokens, columns)
+    routing = routing_bytes(config)
+    samples = samples_bytes(episodes, tokens, columns, routing)
     # Shards of stale rollouts wait for their updates.
     kept = samples * (config.checkpoint.every + config.schedule.staleness)
     if config.schedule.replay is not None:
-        kept += _replayed_bytes(config, config.schedule.replay, tokens)
+        kept += _replayed_bytes(config, config.schedule.replay, tokens, routing)
     if config.model.adapter is not None:
         version = pairs_bytes(config.initial_model, rollout.dtype)
     else:
@@ -49,12 +59,12 @@ def need_of(config: RunConfig) -> Need:
     return Need(version, kept, config.schedule.versions)
 
 
-def _replayed_bytes(config: RunConfig, replay: ReplayConfig, tokens: int) -> int:
+def _replayed_bytes(config: RunConfig, replay: ReplayConfig, tokens: int, routing: int) -> int:
     """Return the bytes that the run keeps because groups are trained again: what engines have
     sampled, and the new columns of such groups until a checkpoint covers them."""
     size, prompts = config.rollout.group_size, config.rollout.prompts_per_iteration
     scores = sum((config.needs_reference, config.needs_old_logprobs))
-    sampled = prompts * size * tokens * (_SAMPLED_BYTES + _MORE_BYTES)
+    sampled = prompts * size * tokens * (_SAMPLED_BYTES + _MORE_BYTES + routing)
     again = replay.groups(prompts) * size * tokens * _MORE_BYTES * (1 + scores)
     return sampled * replay.max_age + again * config.checkpoint.every
 

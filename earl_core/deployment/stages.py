@@ -165,6 +165,7 @@ _ROLLED_OUT = (
     "curriculum",
     *_CURRICULA,
     "rollout.max_failed_share",
+    "rollout.record_routing",
     "rollout.prompts_per_iteration",
     "rollout.group_size",
     "imitation.iterations",

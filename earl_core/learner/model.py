@@ -23,12 +23,14 @@ from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.target_masks import TargetMasks
 from earl_core.learner.token_logprobs import HeadScore, multiply
 from earl_core.pretrained.huggingface import GradientCheckpointingLayer, PreTrainedModel
+from earl_core.pretrained.routers import routers_of
 
 
 @dataclass(frozen=True)
 class PackedTensors:
     """The tensors that the model needs of a `PackedMicrobatch`, on the model's device; T and T' as
-    there. targets: None: the likeliest ones. masks: of those that were sampled under a grammar."""
+    there. targets: None: the likeliest ones. masks: of those that were sampled under a grammar.
+    routing: [T, width], the experts that tokens are given; None: the routers choose."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
@@ -36,6 +38,7 @@ class PackedTensors:
     predictors: torch.Tensor
     targets: torch.Tensor | None
     masks: TargetMasks | None = None
+    routing: torch.Tensor | None = None
 
     @classmethod
     def from_microbatch(
@@ -53,6 +56,7 @@ class PackedTensors:
             predictors=move(packed.predictors),
             targets=move(packed.targets),
             masks=TargetMasks.of(packed.masks, device),
+            routing=None if packed.routing is None else move(packed.routing),
         )
 
 
@@ -166,11 +170,14 @@ class PolicyModule(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.scoring = scoring
+        self.routers = routers_of(causal_lm)
 
     def forward(
         self, packed: PackedTensors, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the decoder and score as `Scoring` does."""
+        if self.routers is not None:
+            self.routers.choose(packed.routing)
         output = decoder_of(self.causal_lm)(
             input_ids=packed.tokens[None],
             position_ids=packed.position_ids[None],

@@ -29,7 +29,7 @@ from earl_core.learner.deterministic import choose_algorithms
 from earl_core.learner.imitation import aim_of
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.loading import load_policy
-from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed, UpdateMetrics
+from earl_core.learner.microbatches import Algorithm, FedMicrobatch, Feed
 from earl_core.learner.model import checkpoint_activations
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
@@ -40,6 +40,7 @@ from earl_core.learner.state.checkpoint import (
     write_training_state,
 )
 from earl_core.learner.state.optimizer import PolicyOptimizer
+from earl_core.learner.update_metrics import UpdateMetrics
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.model_directory import load_tokenizer
 from earl_core.system.memory import keep_freed_memory
@@ -297,7 +298,7 @@ class PolicyLearner:
         """Divide the rows into microbatches."""
         together = [samples[row].episode_id for row in rows]
         plan = plan_shared(
-            [samples[row].tokens for row in rows],
+            [samples[row].identity for row in rows],
             self.tokens_per_microbatch,
             keep_together=together if algorithm.whole_episodes else None,
         )
@@ -393,3 +394,4 @@ class PolicyLearner:
         evaluated = algorithm.evaluate(fed, logprobs, entropy, minibatch)
         torch.autograd.backward(evaluated.result.loss)
         metrics.microbatch(fed, evaluated, compared=compared)
+        metrics.routing.add(fed.tensors, self.parallel.module.routers)

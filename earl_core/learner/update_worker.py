@@ -45,6 +45,7 @@ from earl_core.system.memory import give_back_free_memory
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.slices import slices_of
+from earl_core.trajectory.routing import RoutingShape
 from earl_core.trajectory.schema import OLD_LOGPROBS_SCHEMA
 from earl_core.weights.manifest import config_digest
 from earl_core.weights.probe import PREFIXES, Prefixes
@@ -267,7 +268,7 @@ class LearnerWorker(ModelWorker):
         if self._config.needs_old_logprobs and not self._config.imitates(iteration):
             shards, old = self._score(batch, masks, iteration, leases)
         given = old, self._version, self._coefficient(iteration)
-        samples = training_samples(batch, masks, *given)
+        samples = training_samples(batch, masks, *given, self._experts)
         return _Rows(samples, skipped, shards, batch)
 
     def _staleness(self, rows: _Rows, iteration: int) -> dict[str, float]:
@@ -314,9 +315,10 @@ class LearnerWorker(ModelWorker):
     ) -> tuple[list[ShardEntry], list[np.ndarray]]:
         """The trainer's log-probs of the rank's rows before its first step. A replica's leader
         writes them into a shard and gives views of it; the others keep theirs."""
+        samples = training_samples(batch, masks, experts=self._experts)
         if not (self._mesh.leader and len(batch)):
-            return [], self._learner.score(training_samples(batch, masks))
-        score = partial(self._learner.score, training_samples(batch, masks), None)
+            return [], self._learner.score(samples)
+        score = partial(self._learner.score, samples, None)
         entry = self._publish_scores(batch, OLD_LOGPROBS_SCHEMA, self.stage, score)
         written = Manifest(
             run="",
@@ -328,6 +330,11 @@ class LearnerWorker(ModelWorker):
         )
         scores = leases.enter_context(Batch(self._reader.reads.store, [written]))
         return [entry], scores.list_rows("old_logprobs")
+
+    @property
+    def _experts(self) -> RoutingShape | None:
+        routers = self._learner.parallel.module.routers
+        return None if routers is None else routers.shape
 
     def _digest(self) -> str:
         """Equal for equal trained weights in an equal mesh; 32 hex digits."""

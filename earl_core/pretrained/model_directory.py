@@ -14,6 +14,7 @@ from earl_core.deployment.shapes import ModelShape
 from earl_core.system.errors import ConfigError
 from earl_core.system.files import open_file
 from earl_core.system.outside import read_text
+from earl_core.trajectory.routing import RoutingShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +51,18 @@ def read_model_shape(directory: Path) -> ModelShape:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{path} cannot be used: {error}") from error
+
+
+def stored_routing(directory: Path) -> RoutingShape | None:
+    """What is recorded of a token if all layers have routers; None for a model without experts.
+    Raises as `read_model_shape`."""
+    shape = read_model_shape(directory)
+    raw = json.loads(read_text(directory / "config.json", str(directory)))
+    text = raw.get("text_config") or raw
+    chosen = text.get("num_experts_per_tok")
+    if shape.experts < 2 or not isinstance(chosen, int):
+        return None
+    return RoutingShape(shape.layers, chosen, shape.experts)
 
 
 def published_bytes(directory: Path, dtype: str) -> int:

@@ -67,6 +67,7 @@ def _engine(config: RunConfig, deployment: StageDeployment) -> Engine:
         "adapter_rank": config.model.adapter and config.model.adapter.rank,
         "drafts": rollout.drafts,
         "masked": rollout.requests.constrained == "engine",
+        "record_routing": rollout.record_routing == "auto",
     }
     if rollout.engine == "torch":
         from earl_core.rollout.engines.torch_engine import TorchEngine

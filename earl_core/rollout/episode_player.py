@@ -160,7 +160,12 @@ class EpisodePlayer:
         answer = self._conversation.read(completion.tokens)
         shown = answer.raw if answer.calls or answer.error else answer.text
         self._sample.answer(
-            completion.tokens, completion.logprobs, completion.spans, shown, self._turn
+            completion.tokens,
+            completion.logprobs,
+            completion.spans,
+            shown,
+            self._turn,
+            routing=completion.routing,
         )
         self._turn += 1
         self._sampled += len(completion.tokens)

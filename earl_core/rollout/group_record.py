@@ -65,7 +65,8 @@ class EpisodeRecord:
 
     def part(self, answer: Completion) -> None:
         """Record an answer as far as it is sampled."""
-        self.open = _Turn(self._prompt, answer)
+        # Whoever goes on with it has its experts anew.
+        self.open = _Turn(self._prompt, replace(answer, routing=None))
 
     def answered(self) -> None:
         """Record that the answer is whole."""

@@ -29,7 +29,7 @@ from earl_core.run.run_stores import run_store
 from earl_core.system import fault_points
 from earl_core.system.memory import OutOfMemory, guarded, resident_peak_bytes
 from earl_core.trajectory.samples import Episode, EpisodeSpec, derive_seed, rollout_rows
-from earl_core.trajectory.schema import GROUP_SCHEMA
+from earl_core.trajectory.schema import GROUP_SCHEMA, with_routing
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,7 @@ class GroupWorker(EngineWorker):
         batch, played = self._batch_of(group), [each for each in episodes if not each.failed]
         meter.peak_memory_bytes = resident_peak_bytes(self._processes())
         fault_points.point(f"group.played{group}", batch)
+        routing = self._ready()[0].routing
         shards, versions = [], {v for e in played for s in e.samples for v in s.token_versions}
         # What the opponent has said depends on weights as much.
         versions |= {v for e in played for v in e.opponent_versions}
@@ -201,8 +202,8 @@ class GroupWorker(EngineWorker):
                 stage="collect",
                 iteration=batch,
                 rank=group,
-                schema=GROUP_SCHEMA,
-                rows=rollout_rows(played, GROUP_SCHEMA),
+                schema=with_routing(GROUP_SCHEMA, routing),
+                rows=rollout_rows(played, GROUP_SCHEMA, routing),
             )
             shards.append(entry.model_dump(mode="json"))
         fault_points.point(f"group.sealed{group}", batch)

@@ -36,7 +36,7 @@ from earl_core.system.memory import (
     resident_peak_bytes,
 )
 from earl_core.trajectory.samples import Episode, EpisodeSpec, rollout_rows
-from earl_core.trajectory.schema import ROLLOUT_SCHEMA
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA, with_routing
 
 
 class RolloutWorker(GroupWorker):
@@ -82,6 +82,7 @@ class RolloutWorker(GroupWorker):
         whole = (of_prompts or len(groups)) * size
         settings = self._settings(config.rollout.temperature, whole)
         episodes, tally = await self._play(specs, settings, config.played)
+        routing = self._ready()[0].routing
         if whole == len(specs):
             rollout_stats.check_failures(tally, config.rollout.max_failed_share)
         with guarded("rollout", "writing the samples"):
@@ -90,8 +91,8 @@ class RolloutWorker(GroupWorker):
                 stage=shards_of,
                 iteration=iteration,
                 rank=share,
-                schema=ROLLOUT_SCHEMA,
-                rows=rollout_rows(e for e in episodes if not e.failed),
+                schema=with_routing(ROLLOUT_SCHEMA, routing),
+                rows=rollout_rows((e for e in episodes if not e.failed), ROLLOUT_SCHEMA, routing),
             )
         fault_points.point(f"rollout.sealed{share}", iteration)
         return {

@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.forms import Form, dump_forms
-from earl_core.trajectory.schema import ROLLOUT_SCHEMA, SAMPLE_BITS
+from earl_core.trajectory.routing import RoutingShape
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA, ROUTING, SAMPLE_BITS
 
 FAILED_REASONS = frozenset(
     {"environment_error", "environment_timeout", "cancelled", "prompt_too_long"}
@@ -59,6 +60,8 @@ class Sample:
     forms: list[Form | None] = field(default_factory=list)
     role: str = ""
     """Of its conversation, where an agent names them."""
+    routing: np.ndarray | None = None
+    """The experts of its first tokens, a row for each (`Completion.routing`)."""
 
     def begin_turn(
         self, observation: Sequence[int], text: str = "", anchor: int | None = None
@@ -93,12 +96,14 @@ class Sample:
         text: str = "",
         number: int = UNNUMBERED,
         form: Form | None = None,
+        routing: np.ndarray | None = None,
     ) -> None:
         """Append the turn's sampled tokens with their log-probs, and their text.
 
         spans: of the tokens, at least one, in order. number: how many answers of the episode came
         before this one, in whatever sample; needed where samples do not follow each other. form:
-        that they were held to.
+        that they were held to. routing: of the first tokens of the sample, from the pass that
+        computed their keys and values last; None: what was known stays.
         """
         self.turn_numbers[-1] = number
         self.forms[-1] = form
@@ -110,6 +115,8 @@ class Sample:
         self.policy_version_last[-1] = spans[-1].policy_version
         for version, first, end in spans:
             self.token_versions.extend([version] * (end - first))
+        if routing is not None:
+            self.routing = routing[: len(self.tokens)]
 
     @property
     def trained_tokens(self) -> int:
@@ -192,8 +199,13 @@ class Rows:
     strings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def rollout_rows(episodes: Iterable[Episode], schema: pa.Schema = ROLLOUT_SCHEMA) -> Rows:
-    """All samples of the episodes as rows of the schema, `ROLLOUT_SCHEMA` or `GROUP_SCHEMA`."""
+def rollout_rows(
+    episodes: Iterable[Episode],
+    schema: pa.Schema = ROLLOUT_SCHEMA,
+    routing: RoutingShape | None = None,
+) -> Rows:
+    """All samples of the episodes as rows of the schema, `ROLLOUT_SCHEMA` or `GROUP_SCHEMA`.
+    routing: what an engine has recorded; they are then rows of `with_routing(schema, routing)`."""
     ordered = sorted(episodes, key=lambda episode: episode.episode_id)
     rows = [
         (episode, at, sample) for episode in ordered for at, sample in enumerate(episode.samples)
@@ -221,13 +233,22 @@ def rollout_rows(episodes: Iterable[Episode], schema: pa.Schema = ROLLOUT_SCHEMA
     }
     names = [name for name in schema.names if name not in (*scalars, *strings)]
     own = {"opponent_versions"}
-    lists = {
+    lists: dict[str, Iterable[Any]] = {
         name: [getattr(episode if name in own else sample, name) for episode, _, sample in rows]
         for name in names
     }
     lists["turn_numbers"] = [numbers for episode in ordered for numbers in _numbered(episode)]
-    lengths = {name: np.array([len(row) for row in lists[name]], np.int64) for name in names}
+    lengths = {name: _lengths(lists[name]) for name in names}
+    if routing is not None:
+        lengths[ROUTING] = lengths["tokens"] * routing.width
+        # Made when they are written: one copy, of one sample at a time.
+        samples = [sample for _, _, sample in rows]
+        lists[ROUTING] = (routing.column(each.routing, len(each.tokens)) for each in samples)
     return Rows({**scalars, **lists}, lengths, strings)
+
+
+def _lengths(rows: Iterable[Any]) -> np.ndarray:
+    return np.array([len(row) for row in rows], np.int64)
 
 
 def _numbered(episode: Episode) -> list[list[int]]:

@@ -37,6 +37,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from earl_core.trajectory.routing import RoutingShape
+
 SAMPLE_BITS = 16
 """An episode may have 2**16 samples: sample_id = episode_id << 16 | number of the sample."""
 
@@ -89,6 +91,19 @@ ROLLOUT_SCHEMA = pa.schema(
     ]
 )
 """Columns that the rollout stage writes."""
+
+ROUTING = "routing"
+
+_ROUTING_TYPES = {"uint8": pa.uint8(), "int16": pa.int16()}
+
+
+def with_routing(schema: pa.Schema, routing: RoutingShape | None) -> pa.Schema:
+    """The schema with the column `routing`: of each token the experts of each routed layer, layer
+    after layer, an axis of its own. routing: None: nothing is recorded, and there is no column."""
+    if routing is None:
+        return schema
+    return schema.append(_field(ROUTING, token_list(_ROUTING_TYPES[routing.dtype]), ROUTING))
+
 
 GROUP_SCHEMA = ROLLOUT_SCHEMA.append(per_token("token_versions", pa.int32())).append(
     _field("opponent_versions", token_list(pa.int32()))

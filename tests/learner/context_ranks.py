@@ -24,7 +24,8 @@ from earl_core.learner.attention.context_parallel import (
     gather_trained,
 )
 from earl_core.learner.attention.varlen import varlen_attention
-from earl_core.learner.data.packing import PrefixTree, TokenRun, TrainingSample, build_tree, pack
+from earl_core.learner.data.packing import TrainingSample, pack
+from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, build_tree
 from earl_core.learner.microbatches import Feed
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
 from tests.learner.helpers import build_model

@@ -34,7 +34,7 @@ from earl_core.learner import token_logprobs
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.compiled_layers import compile_layers
-from earl_core.learner.data.packing import separate
+from earl_core.learner.data.prefix_tree import separate
 from earl_core.learner.low_rank import attach_pairs, entry_of, pairs_of
 from earl_core.learner.model import PackedTensors, checkpoint_activations, settle
 from earl_core.learner.parallel.mesh import UpdateMesh

@@ -11,7 +11,7 @@ from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.attention.varlen import varlen_attention
-from earl_core.learner.data.packing import separate
+from earl_core.learner.data.prefix_tree import separate
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import ALONE, UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import parallelize

@@ -21,7 +21,8 @@ from earl_core.learner.attention.context_parallel import (
     share_of,
 )
 from earl_core.learner.attention.varlen import varlen_attention
-from earl_core.learner.data.packing import PrefixTree, TokenRun, build_tree, cut_tree, pack
+from earl_core.learner.data.packing import pack
+from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, build_tree, cut_tree
 from earl_core.learner.microbatches import Feed
 from earl_core.learner.staging import Staging
 from tests.learner.helpers import random_samples

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from earl_core.config.model import ModelConfig
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.data.packing import TrainingSample, build_tree, pack, plan_shared
+from earl_core.learner.data.packing import TrainingSample, pack, plan_shared
+from earl_core.learner.data.prefix_tree import build_tree
 from earl_core.learner.loading import load_policy
 from earl_core.learner.model import PackedTensors, logprobs_of_trained
 from earl_core.learner.parallel.mesh import create_mesh

@@ -23,6 +23,7 @@ from earl_core.learner.data.samples import (
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.run.worker import PlanReads
 from earl_core.system.processes import host_name
+from earl_core.trajectory.schema import ROUTING
 from tests.learner.cuts import mesh_of
 from tests.learner.recorded import Recorded
 
@@ -57,7 +58,8 @@ def test_replicas_share_the_rows_out_and_their_ranks_read_the_same(
     for rank in range(deployment.ranks):
         place = mesh(deployment, rank)
         with reader(recorded, deployment.ranks).open(given, place, TRAINED, SPLIT) as batch:
-            assert set(batch.names()) == set(TRAINED) - {TOKEN_VERSIONS}  # of streams alone
+            # Of streams, and of mixtures.
+            assert set(batch.names()) == set(TRAINED) - {TOKEN_VERSIONS, ROUTING}
             samples = training_samples(batch, [None] * len(batch))
             assert all(len(s.tokens) == len(s.advantages) > 0 for s in samples)
             assert all(s.episode_id == s.sample_id >> 16 for s in samples)

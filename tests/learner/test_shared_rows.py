@@ -10,7 +10,7 @@ import torch
 
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import varlen_attention
-from earl_core.learner.data.packing import build_tree
+from earl_core.learner.data.prefix_tree import build_tree
 from earl_core.learner.shared_rows import Rows, deal
 
 pytestmark = pytest.mark.usefixtures("one_thread")

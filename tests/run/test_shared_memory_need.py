@@ -153,3 +153,21 @@ def test_the_doctor_says_whether_the_run_file_fits(
     require_room(fits)
     with pytest.raises(ConfigError, match="max_bytes is"):
         require_room(fits.model_copy(update={"dispatch": dispatch}))
+
+
+def test_a_mixtures_routing_is_counted_where_it_is_recorded(tmp_path: Path) -> None:
+    raw = {
+        "model_type": "qwen3_moe", "hidden_size": 32, "num_hidden_layers": 48, "vocab_size": 64,
+        "num_attention_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "max_position_embeddings": POSITIONS,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+
+    def samples(**rollout: object) -> int:
+        given = {f"rollout__{name}": value for name, value in rollout.items()}
+        made = config(tmp_path, tmp_path, **given)
+        return need_of(made).samples // made.rollout.episodes_per_iteration // POSITIONS
+
+    recorded, off = samples(engine="torch"), samples(engine="torch", record_routing="off")
+    assert recorded - off == 48 * 8
+    assert samples(engine="vllm") == off

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from earl_core.learner.attention.context_parallel import PackExchange
-from earl_core.learner.data.packing import PrefixTree, cut_tree, separate
+from earl_core.learner.data.prefix_tree import PrefixTree, cut_tree, separate
 from earl_core.learner.shared_rows import Rows
 
 # Longer samples amortise a call of their own, so padding them together only costs.

@@ -167,7 +167,7 @@ class PackShare:
     targets: int64 [T'_r]; in the pack's trained order, as the masks are. A trained token belongs to
     the rank that holds its predictor. trained: int64 [T'_r], their places among the pack's T'
     trained tokens. order: int64 [T'], where each of those lies among all ranks' parts, padded to
-    `most` each.
+    `most` each. routing: [T_r, width], as the pack's.
     """
 
     exchange: PackExchange
@@ -179,6 +179,7 @@ class PackShare:
     order: np.ndarray
     most: int
     masks: PackedMasks | None
+    routing: np.ndarray | None
 
 
 def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) -> PackShare:
@@ -205,8 +206,13 @@ def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) 
     trained[:] = at
     exchange = PackExchange(place, cut)
     masks = None if packed.masks is None else packed.masks.take(at)
+    routing = None
+    if packed.routing is not None:
+        width, dtype = packed.routing.shape[1], packed.routing.dtype.name
+        routing = allocate(mine.size * width, dtype).reshape(mine.size, width)
+        routing[:] = packed.routing[mine]
     return PackShare(
-        exchange, tokens, position_ids, predictors, targets, trained, order, most, masks
+        exchange, tokens, position_ids, predictors, targets, trained, order, most, masks, routing
     )
 
 

@@ -14,7 +14,6 @@ is that of separate samples, but for the order of sums. The idea is prefix-group
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from earl_core.learner.data.masks import PackedMasks, pack_masks
+from earl_core.learner.data.prefix_tree import (
+    LEAST_SHARED,
+    PrefixTree,
+    build_tree,
+    identities,
+    sort_by_prefix,
+)
 from earl_core.pretrained.grammars import TokenMasks
 
 Allocate = Callable[[int, str], np.ndarray]
@@ -48,7 +54,8 @@ class TrainingSample:
     step. None: not known, and not needed by the caller. current: uint8 [L], 1 on tokens that the
     policy about to be updated sampled, 0 on an older one's; None: no older one's are among them.
     kl_coefficient: None where it is equal for all samples of a batch. masks: of tokens that were
-    sampled under a grammar. episode_id: what a loss counts as one episode (`data.parts`).
+    sampled under a grammar. episode_id: what a loss counts as one episode (`data.parts`). routing:
+    [L, width], the experts that each token was given; None: the model's routers choose.
     """
 
     tokens: np.ndarray
@@ -60,18 +67,24 @@ class TrainingSample:
     current: np.ndarray | None = None
     kl_coefficient: np.ndarray | None = None
     masks: TokenMasks | None = None
+    routing: np.ndarray | None = None
     episode_id: int = 0
     group_id: int = 0
     sample_id: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("loss_mask", *_COLUMNS):
+        for name in ("loss_mask", "routing", *_COLUMNS):
             column = getattr(self, name)
             if column is not None and len(column) != len(self.tokens):
                 raise ValueError(
                     f"Sample {self.sample_id} has {len(self.tokens)} tokens but {len(column)} "
                     f"values of {name}: give every column of a sample the same length."
                 )
+
+    @property
+    def identity(self) -> np.ndarray:
+        """What samples must share to be computed once; see `identities`."""
+        return identities(self.tokens, self.routing)
 
 
 FILLER = TrainingSample(
@@ -92,7 +105,8 @@ class PackedMicrobatch:
     token's place in its sample. predictors: int64 [T'], row after row, where the hidden state that
     predicts the trained token stands (one before it). targets: int64 [T'], the trained tokens.
     episode_ids: int64 [E], ascending; episode_index: int64 [T'], into it. columns: float32 [T'].
-    masks: of the trained tokens that were sampled under a grammar, if there are any.
+    masks: of the trained tokens that were sampled under a grammar, if there are any. routing: [T,
+    width], where all samples have one.
 
     A worked example: two samples, of the episodes 3 and 2, whose last two tokens are trained:
 
@@ -119,6 +133,7 @@ class PackedMicrobatch:
     episode_index: np.ndarray
     columns: dict[str, np.ndarray]
     masks: PackedMasks | None = None
+    routing: np.ndarray | None = None
 
     def split_by_row(self, values: np.ndarray) -> list[np.ndarray]:
         """Cut an array over the trained tokens [T'] into one array per row of `rows`."""
@@ -177,7 +192,7 @@ def plan_shared(
     *,
     keep_together: Sequence[int] | np.ndarray | None = None,
 ) -> list[list[int]]:
-    """Like `plan_microbatches`, for samples whose tokens are known: those with one beginning
+    """Like `plan_microbatches`, for samples whose `identities` are known: those with one beginning
     share a microbatch, and the budget counts what is computed after sharing, and the copies of
     shared keys and values at what they take.
 
@@ -221,12 +236,13 @@ def pack(
     Raises ValueError when a sample's first token is trained: nothing predicts it.
     """
     chosen = [samples[row] for row in rows]
-    tree = build_tree([sample.tokens for sample in chosen])
+    tree = build_tree([sample.identity for sample in chosen])
     tokens, position_ids = (allocate(tree.size, "int64") for _ in range(2))
     places = [tree.positions(index) for index in range(len(chosen))]
     for sample, place in zip(chosen, places, strict=True):
         tokens[place] = sample.tokens
         position_ids[place] = np.arange(place.size)
+    routing = _packed_routing(chosen, places, tree.size, allocate)
     trained = [np.flatnonzero(sample.loss_mask) for sample in chosen]
     for sample, at in zip(chosen, trained, strict=True):
         if at.size and at[0] == 0:
@@ -257,7 +273,21 @@ def pack(
         episode_index=episode_index,
         columns=_trained_columns(chosen, count, allocate),
         masks=pack_masks([sample.masks for sample in chosen], trained),
+        routing=routing,
     )
+
+
+def _packed_routing(
+    chosen: Sequence[TrainingSample], places: Sequence[np.ndarray], size: int, allocate: Allocate
+) -> np.ndarray | None:
+    parts = [sample.routing for sample in chosen if sample.routing is not None]
+    if len(parts) < len(chosen):
+        return None
+    width, dtype = parts[0].shape[1], parts[0].dtype.name
+    routing = allocate(size * width, dtype).reshape(size, width)
+    for part, place in zip(parts, places, strict=True):
+        routing[place] = part
+    return routing
 
 
 def _trained_columns(
@@ -272,125 +302,3 @@ def _trained_columns(
         column = columns[name] = allocate(count, "float32")
         np.concatenate([part[mask] for part, mask in zip(parts, masks, strict=True)], out=column)
     return columns
-
-
-# A shared stretch shorter than this costs more in a run of its own than it saves.
-LEAST_SHARED = 32
-
-
-@dataclass(frozen=True)
-class TokenRun:
-    """A stretch of the pack that one or more samples have at the same place.
-
-    start: its first token's place in the pack. length: its tokens. depth: tokens of its samples
-    before it, which is the position id of its first token. parent: index of the run that it
-    continues, -1 for the beginning of a sample.
-    """
-
-    start: int
-    length: int
-    depth: int
-    parent: int
-
-
-@dataclass(frozen=True)
-class PrefixTree:
-    """Runs in pack order, parents before children, and for each sample the run that it ends in.
-    last_run: -1 never occurs, because every sample has at least one token."""
-
-    runs: tuple[TokenRun, ...]
-    last_run: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Tokens that are computed."""
-        return sum(run.length for run in self.runs)
-
-    def path(self, run: int) -> np.ndarray:
-        """Pack positions of a run's ancestors and of itself, in sample order; int64."""
-        parts = []
-        while run >= 0:
-            item = self.runs[run]
-            parts.append(np.arange(item.start, item.start + item.length))
-            run = item.parent
-        return np.concatenate(parts[::-1])
-
-    def positions(self, sample: int) -> np.ndarray:
-        """Return the places of a sample's tokens in the pack, int64 [tokens of the sample]."""
-        return self.path(self.last_run[sample])
-
-
-def build_tree(samples: Sequence[np.ndarray], least_shared: int = LEAST_SHARED) -> PrefixTree:
-    """The tree of samples (integer arrays, none empty) whose shared runs have `least_shared` tokens
-    or more. Without any, the runs are the samples in the given order.
-    """
-    order, shared = sort_by_prefix(samples)
-    if not (shared >= least_shared).any():
-        return separate([len(sample) for sample in samples])
-    runs: list[TokenRun] = []
-    last_run = [-1] * len(samples)
-    size = 0
-    # (first, stop) of the sorted samples that share `depth` tokens, held by `parent`.
-    stack = [(0, len(samples), 0, -1)]
-    while stack:
-        first, stop, depth, parent = stack.pop()
-        alone = stop - first == 1
-        common = len(samples[order[first]]) if alone else int(shared[first + 1 : stop].min())
-        if common > depth and (alone or common - depth >= least_shared):
-            runs.append(TokenRun(size, common - depth, depth, parent))
-            size += common - depth
-            depth, parent = common, len(runs) - 1
-        if alone:
-            last_run[order[first]] = parent
-            continue
-        cuts = first + 1 + np.flatnonzero(shared[first + 1 : stop] == common)
-        edges = [first, *cuts.tolist(), stop]
-        children = [(a, b, depth, parent) for a, b in itertools.pairwise(edges)]
-        stack.extend(reversed(children))
-    return PrefixTree(tuple(runs), tuple(last_run))
-
-
-def cut_tree(tree: PrefixTree, edges: Sequence[int]) -> PrefixTree:
-    """The same tokens, with every run cut at the pack positions `edges` (ascending).
-
-    The second part of a run is a child of the first, so that samples keep their tokens and their
-    attention; a run that no edge lies inside stays as it is.
-    """
-    runs: list[TokenRun] = []
-    last_part: list[int] = []
-    places = np.unique(np.asarray(edges, dtype=np.int64))
-    for run in tree.runs:
-        stop = run.start + run.length
-        inside = places[(places > run.start) & (places < stop)].tolist()
-        parent = last_part[run.parent] if run.parent >= 0 else -1
-        for first, last in itertools.pairwise([run.start, *inside, stop]):
-            runs.append(TokenRun(first, last - first, run.depth + first - run.start, parent))
-            parent = len(runs) - 1
-        last_part.append(parent)
-    return PrefixTree(tuple(runs), tuple(last_part[run] for run in tree.last_run))
-
-
-def separate(lengths: Sequence[int]) -> PrefixTree:
-    """The tree of samples that share nothing, end to end."""
-    starts = itertools.accumulate(lengths, initial=0)
-    runs = [TokenRun(start, n, 0, -1) for start, n in zip(starts, lengths, strict=False)]
-    return PrefixTree(tuple(runs), tuple(range(len(runs))))
-
-
-def sort_by_prefix(samples: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
-    """Lexicographic order of the samples, and how many first tokens each shares with the one
-    before it in that order, int64 [samples] (0 for the first). Equal samples keep their order.
-    """
-    # Big-endian bytes of non-negative numbers compare as the numbers do.
-    keys = [np.asarray(sample, dtype=">i4").tobytes() for sample in samples]
-    order = sorted(range(len(samples)), key=keys.__getitem__)
-    shared = np.zeros(len(samples), dtype=np.int64)
-    for place in range(1, len(order)):
-        shared[place] = _common(samples[order[place - 1]], samples[order[place]])
-    return order, shared
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
-    return int(different[0]) if different.size else length

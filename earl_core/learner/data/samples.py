@@ -28,7 +28,8 @@ from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.pretrained.grammars import TokenMasks
 from earl_core.run.worker import PlanReads
 from earl_core.tensors.collectives import Ranks
-from earl_core.trajectory.schema import SAMPLE_BITS
+from earl_core.trajectory.routing import RoutingError, RoutingShape
+from earl_core.trajectory.schema import ROUTING, SAMPLE_BITS
 
 SCORED = (
     *("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id"),
@@ -41,8 +42,12 @@ _VERSIONS = ("policy_version_first", "policy_version_last")
 TOKEN_VERSIONS = "token_versions"
 """Column of the versions that sampled each token, where they change within an answer."""
 
-TRAINED = (*SCORED, ROLE, *_VERSIONS, TOKEN_VERSIONS, "advantages", "reference_logprobs")
-"""Columns of a sample that is trained on; the reference's only where there is one."""
+TRAINED = (
+    *(*SCORED, ROLE, *_VERSIONS, TOKEN_VERSIONS, ROUTING),
+    *("advantages", "reference_logprobs"),
+)
+"""Columns of a sample that is trained on; the reference's only where there is one,
+the routing where it was recorded."""
 
 LABEL = "environment"
 """Column of the environment's label, read where environments differ."""
@@ -172,12 +177,14 @@ def training_samples(
     old_logprobs: Sequence[np.ndarray] | None = None,
     policy_version: int | None = None,
     kl_coefficient: Callable[[str], float] | None = None,
+    experts: RoutingShape | None = None,
 ) -> list[TrainingSample]:
     """One `TrainingSample` per row; its arrays are read-only views that must go before the batch.
 
     Columns that the batch does not have are None. masks: of each row, by `masks_of`. old_logprobs:
     one array per row. policy_version: which tokens are the current policy's; None: nobody asks.
     kl_coefficient: of an environment's episodes, by its label; None: it is equal for all.
+    experts: of the model. Raises `RoutingError` for a routing that is not this model's.
     """
     there = set(batch.names())
     current = None
@@ -185,6 +192,7 @@ def training_samples(
         current = _current_tokens(batch, policy_version)
     episodes = part_ids(batch)
     groups = batch.scalars("group_id")
+    routing = _routing_of(batch, experts)
     charged = None
     if kl_coefficient is not None:
         charged = [np.float32(kl_coefficient(label)) for label in batch.strings("environment")]
@@ -199,10 +207,29 @@ def training_samples(
             if charged is None
             else np.full(len(batch.row("tokens", row)), charged[row]),
             masks=masks[row],
+            routing=routing[row],
             episode_id=int(episodes[row]),
             group_id=int(groups[row]),
             sample_id=int(batch.rows[row]),
             **{name: batch.row(name, row) if name in there else None for name in _OPTIONAL},
+        )
+        for row in range(len(batch))
+    ]
+
+
+def _routing_of(batch: Batch, experts: RoutingShape | None) -> list[np.ndarray | None]:
+    """The routing of each row, [L, width]."""
+    if ROUTING not in batch.names():
+        return [None] * len(batch)
+    if experts is None:
+        raise RoutingError(
+            "its tokens have a routing, but the model that is trained has no routers that follow it"
+        )
+    return [
+        experts.check(
+            batch.row(ROUTING, row),
+            len(batch.row("tokens", row)),
+            f"sample {int(batch.rows[row])}",
         )
         for row in range(len(batch))
     ]

@@ -18,6 +18,7 @@ from earl_core.rollout.engines.engine import GenerationRequest, check_requests
 from earl_core.rollout.engines.held_versions import HeldVersion, HeldVersions, Loaded
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.tensors.errors import WeightsError
+from earl_core.trajectory.routing import RoutingShape
 from earl_core.weights.adapter_pairs import Pair, matched_pairs
 from earl_core.weights.load import matched
 from earl_core.weights.manifest import WeightsManifest
@@ -33,6 +34,7 @@ class EngineSettings:
     CPU cores compute; 0: all. float32_head: compute the logits in float32. adapter_rank: the
     largest of the pairs that versions are, beside the model directory's weights; None: versions are
     whole weights. drafts: from past answers; None: there are none. masked: requests may have forms.
+    record_routing: say which experts a mixture gave each token, where its routers tell.
     """
 
     dtype: str = "float32"
@@ -45,6 +47,7 @@ class EngineSettings:
     adapter_rank: int | None = None
     drafts: DraftsConfig | None = None
     masked: bool = False
+    record_routing: bool = False
 
 
 class BaseEngine(ABC, Generic[Loaded]):
@@ -61,6 +64,7 @@ class BaseEngine(ABC, Generic[Loaded]):
         self._limit = settings.max_running_requests
         self._vocabulary = 0
         self._config_digest = ""
+        self.routing: RoutingShape | None = None
         self._lost: str | None = None
         self._running: dict[int, str] = {}
         self._names = itertools.count()

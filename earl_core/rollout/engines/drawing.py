@@ -84,7 +84,7 @@ class Drawing:
             self._take(sampling, draft, list(islice(drawn, len(draft) + 1)))
             if draft:
                 # Keys and values of what was not drawn.
-                del row.tokens[len(sampling.request.tokens) + len(sampling.tokens) - 1 :]
+                row.keep(len(sampling.request.tokens) + len(sampling.tokens) - 1)
             self._count(sampling, draft, sampling.tokens[count:])
         if self._drafting is not None and self._began is not None:
             width = 1 + max(map(len, self._drafts.values()), default=0)

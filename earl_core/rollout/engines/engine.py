@@ -6,7 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
+
 from earl_core.trajectory.forms import Form
+from earl_core.trajectory.routing import RoutingShape
 from earl_core.trajectory.samples import VersionSpan
 from earl_core.weights.manifest import WeightsManifest
 
@@ -114,7 +117,9 @@ class Completion:
     `dead_end` means that the form of the request allows no token after these: the answer is none.
     `spans` cover the tokens in order, at least one of them; its end is 0 where there are no tokens.
     `top` has an entry for each token where the request asks for it. `drafts` counts those that
-    parts of the answer had in this engine.
+    parts of the answer had in this engine. `routing` has a row of `Engine.routing.width` numbers
+    for each of the first tokens of prompt and answer, as far as their keys and values are computed:
+    the experts that this pass has chosen. It is never written again. None: nothing is recorded.
     """
 
     tokens: list[int]
@@ -123,6 +128,7 @@ class Completion:
     spans: list[VersionSpan]
     top: list[TopTokens] = field(default_factory=list)
     drafts: Drafts = NO_DRAFTS
+    routing: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def followed_by(self, more: Completion) -> Completion:
         """The answer of which this is the beginning and the other one the rest."""
@@ -137,13 +143,20 @@ class Completion:
                 spans.append(VersionSpan(version, count + first, count + end))
         tokens, logprobs = self.tokens + more.tokens, self.logprobs + more.logprobs
         top, drafts = self.top + more.top, self.drafts.and_(more.drafts)
-        return Completion(tokens, logprobs, more.finish_reason, spans, top, drafts)
+        return Completion(tokens, logprobs, more.finish_reason, spans, top, drafts, more.routing)
 
     def ended_at(self, count: int) -> Completion:
         """The answer that its first tokens are, so many that one of them ended it."""
         spans = [VersionSpan(s[0], s[1], min(s[2], count)) for s in self.spans if s[1] < count]
-        top = self.top[:count]
-        return Completion(self.tokens[:count], self.logprobs[:count], "stop", spans, top)
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            finish_reason="stop",
+            spans=spans,
+            top=self.top[:count],
+            drafts=NO_DRAFTS,
+        )
 
 
 class Engine(Protocol):
@@ -172,6 +185,11 @@ class Engine(Protocol):
     @property
     def max_model_len(self) -> int:
         """Most tokens a sequence can have, prompt and answer together."""
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """What completions say of the experts that each token was given, once it has started; None:
+        nothing."""
 
     async def start(self) -> None:
         """Load the model. Raises `ConfigError`, `OutOfMemory` or `EngineError`."""

@@ -41,6 +41,7 @@ class Sampling:
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: EngineFinishReason | None = None
     drafts: Drafts = NO_DRAFTS
+    routing: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if (begun := self.request.begun) is not None:
@@ -76,7 +77,9 @@ class Sampling:
             first = spans.pop().first
         if first < len(self.tokens) or not spans:
             spans.append(VersionSpan(version, first, len(self.tokens)))
-        return Completion(self.tokens, self.logprobs, reason, spans, self.top, self.drafts)
+        return Completion(
+            self.tokens, self.logprobs, reason, spans, self.top, self.drafts, self.routing
+        )
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -11,11 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
+
+from earl_core.pretrained.routers import Routers
 
 ATTENTION = "earl_slot_cache"
 _GROWTH_COLUMNS = 64
@@ -31,6 +34,35 @@ class Row:
     sequence_id: int
     tokens: list[int] = field(default_factory=list)
     version: tuple[int, str] | None = None
+    _routing: np.ndarray | None = None
+    _told: int = 0
+
+    def keep(self, count: int) -> None:
+        """Forget the tokens after the first `count`."""
+        del self.tokens[count:]
+        if count < self._told and self._routing is not None:
+            # What was told of them is not written again.
+            self._routing, self._told = self._routing[:count].copy(), count
+
+    def note(self, routing: np.ndarray) -> None:
+        """Note the experts of the last tokens, [those, width]."""
+        stop = len(self.tokens)
+        if self._routing is None or stop > len(self._routing):
+            room = np.empty(
+                (max(_GROWTH_COLUMNS, stop + stop // 2), routing.shape[1]), routing.dtype
+            )
+            if self._routing is not None:
+                room[: len(self._routing)] = self._routing
+            self._routing = room
+        self._routing[stop - len(routing) : stop] = routing
+
+    @property
+    def routing(self) -> np.ndarray | None:
+        """The experts of each token, a view [tokens, width]; None: nobody notes them."""
+        if self._routing is None:
+            return None
+        self._told = len(self.tokens)
+        return self._routing[: self._told]
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -75,6 +107,17 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for high, low in zip(outside, inside, strict=True):
             self._swap(low, high)
         return self.rows[:count]
+
+    @staticmethod
+    def record(rows: Sequence[Row], pieces: Sequence[Sequence[int]], routers: Routers) -> None:
+        """Note for the tokens of a pass, which are appended, what the routers chose."""
+        shape = routers.shape
+        # One copy from the device for all layers and rows.
+        chosen = routers.live().flatten(1).to(getattr(torch, shape.dtype)).cpu().numpy()
+        every = chosen.reshape(len(rows), -1, shape.width)
+        for row, piece, noted in zip(rows, pieces, every, strict=True):
+            if piece:
+                row.note(noted[: len(piece)])
 
     def drop(self, sequence_ids: Sequence[int]) -> None:
         """Forget sequences; the memory goes when none is left."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from earl_core.config.rollout import MOST_DRAFT_TOKENS
 from earl_core.pretrained.float32_head import Float32Head
 from earl_core.pretrained.grammars import Matcher, grammars_of
+from earl_core.pretrained.routers import Routers, routers_of, unread_routers
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.causal_model import NO_PAIRS, PairedLayers, Pairs, load_causal_model
 from earl_core.rollout.engines.drafting import Drafting, widest_draft
@@ -66,6 +67,7 @@ class TorchEngine(BaseEngine[Pairs]):
         self._executor = ThreadPoolExecutor(1, "torch-engine", torch.set_num_threads, (threads,))
         self._model: PreTrainedModel | None = None
         self._layers: PairedLayers | None = None
+        self._routers: Routers | None = None
         self._cache = SlotCache()
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
@@ -174,6 +176,14 @@ class TorchEngine(BaseEngine[Pairs]):
             max_model_len=self.max_model_len,
             trust_remote_code=self._settings.trust_remote_code,
         )
+        if self._settings.record_routing:
+            self._routers = routers_of(self._model)
+            self.routing = None if self._routers is None else self._routers.shape
+            if kinds := unread_routers(self._model):
+                logger.warning(
+                    "experts are not recorded: %s chooses them in a way that cannot be repeated",
+                    kinds[0],
+                )
         self._take_head(self._model)
         if self._settings.adapter_rank is not None:
             self._layers = PairedLayers(self._model)
@@ -229,7 +239,7 @@ class TorchEngine(BaseEngine[Pairs]):
             drawing.draw(rows, running, logits)
             active = sum(sampling.finish_reason is None for sampling in running)
             if not active:
-                return
+                break
             if active <= len(running) * 7 // 8:
                 rows = self._cache.arrange(
                     [s.request.sequence_id for s in running if s.finish_reason is None]
@@ -237,6 +247,8 @@ class TorchEngine(BaseEngine[Pairs]):
                 running = [by_id[row.sequence_id] for row in rows]
             pieces = drawing.pieces(rows, running, self._widest_draft(rows, logits.shape[1]))
             logits = self._forward(rows, pieces, [max(1, len(piece)) for piece in pieces])
+        for sequence_id, sampling in by_id.items():
+            sampling.routing = self._cache.row(sequence_id).routing
 
     def _prefill(self, by_id: dict[int, Sampling]) -> tuple[list[Row], torch.Tensor]:
         """Compute what is not cached of the prompts: their rows and last logits [rows, vocab]."""
@@ -244,11 +256,11 @@ class TorchEngine(BaseEngine[Pairs]):
         for sequence_id, sampling in by_id.items():
             row, prompt = self._cache.row(sequence_id), [*sampling.request.tokens, *sampling.tokens]
             if row.version != self._under:
-                row.tokens.clear()
+                row.keep(0)
                 row.version = self._under
             # At least one token is computed anew, for its logits.
             kept = min(common_prefix(row.tokens, prompt), len(prompt) - 1)
-            del row.tokens[kept:]
+            row.keep(kept)
             todo[sequence_id] = prompt[kept:]
             if sampling.request.begun is None:
                 self._totals["prompt_tokens"] += len(prompt)
@@ -292,7 +304,10 @@ class TorchEngine(BaseEngine[Pairs]):
         last ones."""
         assert self._model is not None
         assert self._head is not None
-        return self._head(append(self._model, self._cache, rows, pieces, drawn))
+        hidden = append(self._model, self._cache, rows, pieces, drawn)
+        if self._routers is not None:
+            self._cache.record(rows, pieces, self._routers)
+        return self._head(hidden)
 
     def _forget_finished(self) -> None:
         if self._finished:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 from earl_core.rollout.engines.engine import Completion, Engine, GenerationRequest
+from earl_core.trajectory.routing import RoutingShape
 from earl_core.weights.manifest import WeightsManifest
 
 
@@ -53,6 +54,11 @@ class WrappedEngine(ABC):
     def max_model_len(self) -> int:
         """Most tokens of a sequence, as the engine has it."""
         return self._engine.max_model_len
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """What completions say of experts, as the engine has it."""
+        return self._engine.routing
 
     async def start(self) -> None:
         """Start the engine."""

@@ -133,7 +133,7 @@ class Branches:
             branch.samples.append(sample)
         sample.begin_turn(prompt.given, prompt.observation, prompt.anchor)
         sampled = completion.tokens, completion.logprobs, completion.spans
-        sample.answer(*sampled, text, self._answers, form)
+        sample.answer(*sampled, text, self._answers, form, completion.routing)
         self._answers += 1
         branch.messages = [*prompt.messages, compared(message)]
         branch.turns.append(

@@ -1,0 +1,61 @@
+"""A mixture of experts through whole iterations: recorded, sealed, replayed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from earl_core.dispatch import read_manifest
+from earl_core.dispatch.shards.manifest import sealed_path
+from tests.flows.runs import Runs
+from tests.learner.test_routing import SHAPE, mixture
+
+LAYOUTS = {
+    "context": ["stages.update={context_parallel: 2}", "update.activation_checkpointing=full"],
+    "shard": ["stages.update={shard: 2}", "update.activation_checkpointing=selective"],
+    "stream": ["schedule={staleness: 1, mode: stream}", "algorithm.kl={placement: none}"],
+    "agent": [
+        "environment={agent: 'tests.rollout.agents:tic_tac_toe', options: {game: {style: compact}}}"
+    ],
+}
+
+
+def _trained(runs: Runs, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of two iterations of two minibatches each, so that old log-probs are computed,
+    beside a reference that routes by itself."""
+    model = runs.directory / "mixture"
+    settings = [f"model={json.dumps({'path': str(mixture(model))})}", *overrides]
+    settings += ["algorithm.importance_correction={cap: 2}"]
+    runs.train(*settings)
+    lines = runs.metrics()
+    assert len(lines) == 2
+    for line in lines:
+        assert line["update/optimizer_steps"] > 0
+        assert line["update/expert_load_max"] >= line["update/expert_load"] >= 1.0
+        # In float32 engine and trainer choose alike, until the first of two steps moves routers.
+        assert line["update/routing_changed_share"] < 0.2
+    return lines
+
+
+def _apart(lines: list[dict[str, float]]) -> float:
+    """The largest mismatch, of tokens that the policy before an update has sampled."""
+    return max(line["update/mismatch_max"] for line in lines if "update/mismatch_max" in line)
+
+
+@pytest.mark.slow
+def test_recorded_experts_are_sealed_and_trained(runs: Runs) -> None:
+    lines = _trained(runs)
+    assert _apart(lines) < 1e-5
+    run = runs.directory / "runs" / "run"
+    columns = read_manifest(sealed_path(run, 0, "rollout")).shards[0].columns
+    sizes = {name: columns[name].values[1] for name in ("tokens", "routing")}
+    assert sizes["routing"] == sizes["tokens"] // 4 * SHAPE.width
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_routing_stays_with_its_tokens(runs: Runs, layout: str) -> None:
+    """On context ranks and shards, in a stream, and behind the gateway."""
+    lines = _trained(runs, *LAYOUTS[layout])
+    assert _apart(lines) < 1e-5
