@@ -125,12 +125,12 @@ class Host:
                 call.seconds += interval
                 if call.seconds < self._timeout + interval:
                     continue
-                late = f"{call.kind} took over {self._timeout:g} s, at:"
+                late = f"{call.kind} took over {self._timeout:g} s"
                 if call.cancellable and not call.overdue:
                     call.overdue = late
                     self._open[call].cancel()
                     continue
-                detail = f"{late}\n{call.stack()}"
+                detail = f"{late}, at:\n{call.stack()}"
                 self._connection.send(failure(call, "timeout", detail, stuck=True))
 
     async def _stop(self) -> None:

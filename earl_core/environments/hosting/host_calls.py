@@ -121,12 +121,15 @@ class Calls:
             reason, detail = "invalid_result", str(error)
         except EnvironmentFailed as error:
             reason, detail = error.reason, error.detail
+            if call.overdue:
+                reason, detail = "timeout", f"{call.overdue}: {detail}"
         except self.passing:
             raise
         except BaseException:
             # Exceptions of the user's own too: whoever waits for the reply must get one.
-            reason = "timeout" if call.overdue else "exception"
-            detail = f"{call.overdue}\n{traceback.format_exc()}".lstrip()
+            reason, detail = "exception", traceback.format_exc()
+            if call.overdue:
+                reason, detail = "timeout", f"{call.overdue}, at:\n{detail}"
         await self._close(call)
         return failure(call, reason, detail)
 
