@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.system.certificates import check_certificate
@@ -17,6 +18,7 @@ from earl_core.system.processes import host_name
 from earl_core.system.settings import Settings
 
 _LAST_PORT = 65535
+_ADDRESS = re.compile(r"https?://[^/?#\s]+[^?#\s]*")
 PORT, HOST = "{port}", "{host}"
 """Stand for port and host in `public_url`."""
 
@@ -37,7 +39,6 @@ class GatewayConfig(Settings):
     )
     public_url: str | None = Field(
         default=None,
-        pattern=r"^https?://[^/?#\s]+[^?#\s]*$",
         description="URL at which agents reach it, without /v1, such as "
         "https://trainer.example:{port}; {port} stands for the engine's port, {host} for the "
         "name of its host (EARL_HOST, or the host's own), which several hosts need. It is what "
@@ -52,6 +53,16 @@ class GatewayConfig(Settings):
     keyfile: str | None = Field(
         default=None, description="PEM file of the certificate's private key, without a passphrase."
     )
+
+    @field_validator("public_url")
+    @classmethod
+    def _address(cls, url: str | None) -> str | None:
+        if url is not None and not _ADDRESS.fullmatch(url):
+            raise ValueError(
+                f"{url!r} is no address: begin it with https:// and a host, such as "
+                "https://trainer.example:{port}, and leave out ? and #"
+            )
+        return url
 
     @model_validator(mode="after")
     def _safe(self) -> GatewayConfig:

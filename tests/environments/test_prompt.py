@@ -148,6 +148,11 @@ def test_every_format_asks_and_scores(
         ),
         ({"format": "openai"}, {"messages": TURNS}, "is not a list of messages .* format openai"),
         ({"format": "openai"}, {"messages": [USER_SAYS]}, "has no answer: its chat does not end"),
+        (
+            {"format": "openai"},
+            {"prompts": "a"},
+            "has no column 'messages' or 'prompt', which format 'openai' reads; it has prompts",
+        ),
         ({"format": "openai"}, {"messages": [SAID]}, "has nothing before its answer"),
         ({"format": "openai"}, {"messages": "[{"}, "'messages' a text that is no JSON"),
         (

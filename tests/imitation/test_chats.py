@@ -300,7 +300,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"has in messages\[1\] an answer with weight 0, and every answer of a chat is learnt",
     ),
     "nobody answers": ({"messages": [user("a")]}, "has no turn of the assistant, so there is"),
-    "no column": ({"message": []}, r"has no column 'messages'; it has message .*did you mean"),
+    "no column": ({"message": []}, r"has no column 'messages', .*; it has message .*did you mean"),
     "no list": ({"messages": "a"}, "is a text, where a list of messages is expected; declare"),
     "no role": ({"messages": [{"content": "a"}]}, r"has in messages\[0\] no message with role"),
     "no text": (

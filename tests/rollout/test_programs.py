@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -53,6 +54,9 @@ def test_a_program_prints_its_reward_and_what_it_does_wrong_costs_its_own_episod
     assert "exit code 3: the disk is full" in failures["fails"]
     (hung,) = play(1, 3.0, command=COMMAND, task={"does": ["hangs"]})
     assert hung.finish_reason == "environment_timeout"
+    late = str(hung.info["failure"])
+    assert re.search(r"step took over 3 s: the program '.*' gave no answer, .*: have it end", late)
+    assert "Cancelled" not in late
     for name, last in (("silent", "''"), ("words", "'1 or 2'")):
         assert f"its last line is {last}: print the reward" in failures[name]
     sleeping = (["sleep", "3600"], ["sleep", "3601"])
@@ -122,6 +126,8 @@ def test_a_service_answers_with_the_reward(service: str) -> None:
         ({"command": ["x"], "url": "http://x"}, "or both are given"),
         ({"command": ["no-such-program"]}, "names no program 'no-such-program'"),
         ({"url": "ftp://x"}, "give one of http or https"),
+        ({"url": "http://"}, "with a host"),
+        ({"url": "http://127.0.0.1:99999/play"}, "with a host"),
         ({"url": "http://x", "reward": "exit_code"}, "which a service does not have"),
         ({"url": "http://x", "variables": {"A": "b"}}, "variables are for a command"),
         ({"command": ["true"], "rewards": "posted"}, "did you mean 'reward'"),

@@ -155,7 +155,8 @@ def test_ports_of_a_range_are_taken_in_turn(one: Files) -> None:
         ({"ports": "x", "public_url": "https://x:{port}"}, "should match pattern"),
         ({"public_url": "https://x:8100"}, "does not say which port"),
         ({"ports": "8100-8101", "public_url": "https://x:8100"}, "does not say which port"),
-        ({"public_url": "x:{port}"}, "should match pattern"),
+        ({"public_url": "x:{port}"}, "is no address: begin it with https:// and a host"),
+        ({"public_url": "ftp://x:{port}"}, "is no address: begin it with https:// and a host"),
         (
             {"certfile": "x", "keyfile": "y", "public_url": "http://127.0.0.1:{port}"},
             "which the listener speaks",

@@ -111,8 +111,8 @@ class DataSet:
                 if not leave_out:
                     raise ConfigError(
                         f"{part.place(index)} {fault}",
-                        remedy="correct the option that names the column, or the row, or leave "
-                        "such rows out by unusable_rows: leave_out",
+                        remedy="correct the option that names the column or the format, or the "
+                        "row, or leave such rows out by unusable_rows: leave_out",
                     )
                 first = first or f"{part.place(index)} {fault}"
                 found.append(end - len(part) + index)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import tempfile
@@ -63,8 +64,8 @@ class ProgramOptions(Options):
             raise ValueError("command or url is missing, or both are given: give one of them")
         if self.command and shutil.which(self.command[0]) is None:
             raise ValueError(f"command names no program {self.command[0]!r}: correct it")
-        if self.url and urlsplit(self.url).scheme not in ("http", "https"):
-            raise ValueError(f"url is {self.url!r}: give one of http or https")
+        if self.url and not _is_address(self.url):
+            raise ValueError(f"url is {self.url!r}: give one of http or https with a host")
         if self.url and self.reward == "exit_code":
             raise ValueError("reward is exit_code, which a service does not have: leave it out")
         if (self.url and self.variables) or (self.command and self.headers):
@@ -91,6 +92,20 @@ class Program:
 
     async def step(self, text: str) -> StepResult:
         """Run it to its end; the text says nothing. Raises `EnvironmentFailed`."""
+        try:
+            return await self._played()
+        except asyncio.CancelledError as error:
+            # A traceback would show where it is waited for.
+            told = f"{self._shown} gave no answer, and nothing else ends it: have it end"
+            raise _failure(f"{told}, or raise environment.episode_timeout_seconds") from error
+
+    @property
+    def _shown(self) -> str:
+        if self._options.url:
+            return f"the service {self._options.url!r}"
+        return f"the program {shlex.join(self._options.command)!r:.200}"
+
+    async def _played(self) -> StepResult:
         if self._options.url:
             said = await _asked(self._options, {"task": self._task, **self.policy})
         else:
@@ -124,6 +139,15 @@ class Program:
             **(self._options.variables or {}),
         }
         return await run_program(bound(self._options.command), given, variables)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        # Of a port that is none.
+        return False
 
 
 async def _asked(options: ProgramOptions, body: Mapping[str, Any]) -> str:

@@ -94,8 +94,15 @@ class RowForm:
         places = places if self.column is None else (self.column,)
         found = next((each for each in places if each in columns), None)
         if found is None:
-            raise _no_column(places[0], columns)
+            raise self._no_place(places, columns)
         return found
+
+    def _no_place(self, places: tuple[str, ...], columns: Any) -> ConfigError:
+        """The error of a row with none of these columns."""
+        *others, last = map(repr, places)
+        named = f"{', '.join(others)} or {last}" if others else last
+        reads = "" if self.column or self.form == "auto" else f", which format {self.form!r} reads"
+        return _no_column(named + reads, places[0], columns)
 
     def chat(self, row: Mapping[str, Any]) -> list[Message]:
         """All messages of a row, the answer included. Raises as `place`."""
@@ -258,7 +265,8 @@ class RowForm:
         for struct in (path.partition(".")[0] for path in paths):
             if struct in row and row[struct] is None:
                 raise ConfigError(f"has an answer (column {struct!r}) that is null")
-        raise _no_column(self.answer if self.form == "auto" else paths[-1], row)
+        path = self.answer if self.form == "auto" else paths[-1]
+        raise _no_column(repr(path), path, row)
 
 
 def look_up(row: Mapping[str, Any], path: str) -> Any:
@@ -288,9 +296,9 @@ def _value(path: str, value: Any) -> Any:
     return value
 
 
-def _no_column(column: str, columns: Any) -> ConfigError:
+def _no_column(named: str, column: str, columns: Any) -> ConfigError:
     near = meant(column, columns).strip()
-    told = f"has no column {column!r}; it has {', '.join(columns)}"
+    told = f"has no column {named}; it has {', '.join(columns)}"
     return ConfigError(f"{told} ({near})" if near else told)
 
 

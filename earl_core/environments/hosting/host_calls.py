@@ -121,6 +121,8 @@ class Calls:
             reason, detail = "invalid_result", str(error)
         except EnvironmentFailed as error:
             reason, detail = error.reason, error.detail
+            if call.overdue:
+                reason, detail = "timeout", f"{call.overdue}: {detail}"
         except self.passing:
             raise
         except BaseException as error:
