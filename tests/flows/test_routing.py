@@ -13,7 +13,7 @@ from tests.learner.test_routing import SHAPE, mixture
 
 LAYOUTS = {
     "context": ["stages.update={context_parallel: 2}", "update.activation_checkpointing=full"],
-    "shard": ["stages.update={shard: 2}", "update.activation_checkpointing=selective"],
+    "shard": ["stages.update={shard: 2}", "update.compile=true"],
     "stream": ["schedule={staleness: 1, mode: stream}", "algorithm.kl={placement: none}"],
     "agent": [
         "environment={agent: 'tests.rollout.agents:tic_tac_toe', options: {game: {style: compact}}}"
