@@ -82,7 +82,9 @@ def write_episodes(
         with pq.ParquetWriter(
             stream, schema, compression="zstd", write_page_checksum=True
         ) as writer:
-            for table in _ascending(stores, rollout, path.parent):
+            # Not what a mixture's tokens were routed to: it is larger than all the rest.
+            names = [field.name for field in fields if field.name not in _SCORED]
+            for table in _ascending(stores, rollout, path.parent, names):
                 if most is not None and len(ids) > most:
                     kept = np.searchsorted(table["episode_id"].to_numpy(), ids[most])
                     table = table.slice(0, kept)
@@ -92,10 +94,12 @@ def write_episodes(
                 writer.write_table(_with_texts(table).cast(schema))
 
 
-def _ascending(stores: HostStores, rollout: Manifest, directory: Path) -> Iterator[pa.Table]:
-    """The rows of all shards by ascending sample_id, some at a time."""
+def _ascending(
+    stores: HostStores, rollout: Manifest, directory: Path, names: list[str]
+) -> Iterator[pa.Table]:
+    """These columns of all shards, rows by ascending sample_id, some at a time."""
     shards = sorted(filter(attrgetter("rows"), rollout.shards), key=lambda each: each.row_ids[0])
-    tables = (stores.table(entry, directory) for entry in shards)
+    tables = (stores.table(entry, directory).select(names) for entry in shards)
     if all(a.row_ids[-1] < b.row_ids[0] for a, b in itertools.pairwise(shards)):
         yield from tables
         return

@@ -8,7 +8,8 @@ the settings of a run file, one sample at a time, without packing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,26 @@ def logprobs(model: Any, row: Row, temperature: float) -> tuple[torch.Tensor, to
     mask = torch.tensor(row["loss_mask"][1:]).bool()
     chosen = scores.gather(1, tokens[1:, None])[:, 0]
     return chosen[mask], -(scores.exp() * scores).sum(-1)[mask]
+
+
+@contextmanager
+def routed(experts: list[torch.Tensor]) -> Iterator[None]:
+    """Keep the experts that a pass chooses, layer by layer, and give its tokens the same ones where
+    they are known (arXiv 2510.11370): weights stay those of the router that there is now."""
+    usual, known = torch.topk, iter(list(experts))
+
+    def topk(scores: torch.Tensor, *more: Any, **named: Any) -> Any:
+        values, chosen = usual(scores, *more, **named)
+        if (given := next(known, None)) is None:
+            experts.append(chosen)
+            return values, chosen
+        return scores.gather(-1, given), given
+
+    torch.topk = topk  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.topk = usual
 
 
 class Turn:
@@ -170,12 +191,14 @@ class Reference:
         credit = advantages(rows, paid, options.pop("name"), options)
         weights, norms = token_weights(rows, self.algorithm["aggregation"]), []
         before: dict[int, torch.Tensor] = {}
+        experts: dict[int, list[torch.Tensor]] = {}
         mismatch = moved = 0.0
         for _ in range(STEPS):
             self.model.zero_grad()
             for row in rows:
                 key = row["sample_id"]
-                now, entropy = logprobs(self.model, row, temperature)
+                with routed(experts.setdefault(key, [])):
+                    now, entropy = logprobs(self.model, row, temperature)
                 old = before.setdefault(key, now.detach())
                 sampled = torch.tensor(row["rollout_logprobs"]).double()
                 sampled = sampled[torch.tensor(row["loss_mask"]).bool()]
