@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from earl_core.dispatch import read_manifest
@@ -44,13 +45,16 @@ def _apart(lines: list[dict[str, float]]) -> float:
 
 
 @pytest.mark.slow
-def test_recorded_experts_are_sealed_and_trained(runs: Runs) -> None:
+def test_recorded_experts_are_sealed_and_trained_and_not_kept(runs: Runs) -> None:
     lines = _trained(runs)
     assert _apart(lines) < 1e-5
     run = runs.directory / "runs" / "run"
     columns = read_manifest(sealed_path(run, 0, "rollout")).shards[0].columns
     sizes = {name: columns[name].values[1] for name in ("tokens", "routing")}
     assert sizes["routing"] == sizes["tokens"] // 4 * SHAPE.width
+    kept = pq.read_schema(run / "iterations" / "000000" / "episodes.parquet")
+    assert "tokens" in kept.names
+    assert "routing" not in kept.names
 
 
 @pytest.mark.slow
