@@ -12,6 +12,7 @@ from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.chat.tool_calls import NO_TOOLS, Tools
 from earl_core.rollout.engines.engine import Completion
 from earl_core.rollout.gateway.branches import Branches, Prompt
+from earl_core.rollout.gateway.repeated import _is_what_is_left
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import VersionSpan
 from tests.rollout.chat_models import CHATML, DROPS_REASONING, READS_REASONING, char_tokenizer
@@ -177,6 +178,11 @@ def test_reasoning_beside_the_text_extends_its_sample_or_reaches_the_template() 
         branches, said = after(template, "hm")
         assert len(branches.all) == 1
         assert said.count(REASONED) == 1
+    twice: Message = {"role": "assistant", "content": "<think>a</think>b</think>c"}
+    for thought, content in (("a", "b</think>c"), ("a</think>b", "c")):
+        beside: Message = {**twice, "content": content, "reasoning_content": thought}
+        assert _is_what_is_left(twice, beside)
+    assert not _is_what_is_left(twice, {**twice, "content": "c", "reasoning_content": "a"})
     branches, said = after(READS_REASONING, "other")
     assert len(branches.all) == 2
     assert "[other]hello" in said

@@ -159,26 +159,27 @@ def test_messages_of_anthropics_client_extend_the_sample() -> None:
                 max_tokens=9,
                 tools=[{"type": "web_search_20250305"}],  # type: ignore[list-item]
             )
-        for about_bad, given in (
-            ({"stream": "false"}, HI),
-            (
-                {},
-                [
-                    *HI,
-                    {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]},
-                    *HI,
-                ],
-            ),
-        ):
-            with pytest.raises(
-                BadRequestError, match=r"stream must be true|not read reasoning_content"
-            ):
-                await api.messages.create(messages=given, **about, extra_body=about_bad)
         with pytest.raises(AuthenticationError, match="no session of a running episode"):
             await api.with_options(api_key="x").messages.create(messages=HI, **about)
         assert turns(asking) == [2, 1]
 
     asked(scenario, saying(CALL, "five.", "ve."))
+
+
+async def _refused(asking: Asking, messages: Any, told: str, **more: Any) -> None:
+    api = anthropic_client(asking)
+    with pytest.raises(BadRequestError, match=told):
+        await api.messages.create(model="policy", max_tokens=9, messages=messages, extra_body=more)
+
+
+def test_messages_with_thinking_or_texts_for_true_are_refused() -> None:
+    thought = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]}
+
+    async def scenario(asking: Asking) -> None:
+        await _refused(asking, [*HI, thought, *HI], "does not read reasoning_content")
+        await _refused(asking, HI, "stream must be true or false", stream="false")
+
+    asked(scenario)
 
 
 @pytest.mark.parametrize("grows", [True, False])

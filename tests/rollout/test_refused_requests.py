@@ -101,12 +101,22 @@ REFUSED: dict[str, tuple[Any, str]] = {
             ("name", 5, "messages[0].name must be a text"),
             ("tool_call_id", 5, "messages[0].tool_call_id must be a text"),
             ("reasoning", 5, "messages[0].reasoning must be a text"),
+            ("thinking", "hm", "messages[0].thinking is not supported"),
+            ("reasoning_details", [{"text": "hm"}], "write it as reasoning_content"),
             ("reasoning_content", "hm", "the chat template does not read reasoning_content"),
         )
     },
     "reasoning of the user's": (
         {"messages": [{"role": "user", "content": "a", "reasoning": "b"}]},
         "messages[0] has reasoning, and is not the assistant's",
+    ),
+    "two kinds of reasoning": (
+        {
+            "messages": [
+                {"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}
+            ]
+        },
+        "messages[0] has two kinds of reasoning",
     ),
     "an opening with reasoning": (
         {

@@ -28,6 +28,9 @@ _NOT_READ = {
     "audio": "prompts and answers are text",
     "refusal": "write it as content",
     **dict.fromkeys(("prefix", "partial"), "ask for continue_final_message: true"),
+    **dict.fromkeys(
+        ("thinking", "thinking_blocks", "reasoning_details"), "write it as reasoning_content"
+    ),
 }
 """Parts of a message that would change the prompt."""
 _MOST_TOP = 20
@@ -240,7 +243,12 @@ def _reasoning(message: Mapping[str, Any], where: str) -> str:
     for key, value in given.items():
         if not isinstance(value, str):
             raise invalid(f"{where}.{key} must be a text")
-    return given["reasoning_content"] or given["reasoning"]
+    one, other = given.values()
+    if one and other and one != other:
+        raise invalid(
+            f"{where} has two kinds of reasoning: leave reasoning_content or reasoning out"
+        )
+    return one or other
 
 
 def _call(where: str, call: Any) -> ToolCall:

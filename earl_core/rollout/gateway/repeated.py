@@ -82,8 +82,14 @@ def _is_what_is_left(recorded: Message, said: Message) -> bool:
     calls = recorded.get("tool_calls")
     if {recorded["role"], said["role"]} != {"assistant"} or calls != said.get("tool_calls"):
         return False
-    thought, _, kept = recorded["content"].rpartition(_REASONING_ENDS)
-    kept = kept.strip()
-    if said.get("reasoning_content") not in (None, thought.removeprefix("<think>").strip()):
-        return False
-    return said["content"] in ("", kept) if calls else said["content"] == kept != ""
+    content, reasoning = said["content"], said.get("reasoning_content")
+    # What follows the reasoning may have its end in it, too.
+    for thought, _, kept in (
+        recorded["content"].rpartition(_REASONING_ENDS),
+        recorded["content"].partition(_REASONING_ENDS),
+    ):
+        kept = kept.strip()
+        left = content in ("", kept) if calls else content == kept != ""
+        if left and reasoning in (None, thought.removeprefix("<think>").strip()):
+            return True
+    return False
