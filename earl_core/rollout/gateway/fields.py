@@ -116,7 +116,8 @@ CHAT: Fields = {
     **_LABELS,
     **_done(
         "roles system, developer, user, assistant, tool; texts, calls and reasoning; a message "
-        "with `function_call`, `audio`, `refusal`, `prefix` or `partial` is refused",
+        "with `function_call`, `audio`, `refusal`, `prefix`, `partial`, `thinking`, "
+        "`thinking_blocks` or `reasoning_details` is refused",
         "messages",
     ),
     **_done("`opponent`: recorded nowhere; any other: the policy", "model"),
