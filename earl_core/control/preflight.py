@@ -107,19 +107,12 @@ def _warn_of_routing(config: RunConfig) -> None:
     """Warn where a mixture is trained under other experts than it was played with. Precision is
     settled."""
     rollout = config.rollout
-    if rollout.engine == "torch" and (
-        rollout.record_routing == "auto" or rollout.dtype != "bfloat16"
-    ):
+    if rollout.record_routing == "auto" or rollout.dtype != "bfloat16":
         return
-    why = "rollout.record_routing is off"
-    if rollout.record_routing == "auto":
-        why = f"rollout.engine {rollout.engine} does not record the experts of its tokens yet"
     logger.warning(
-        "%s: the trainer's routers choose anew, and some tokens are trained under other experts "
-        "than they were sampled with (in bfloat16 about a tenth of the choices); "
-        "update/mismatch_mean shows what it costs%s",
-        why,
-        "; rollout.engine=torch records them" if rollout.engine != "torch" else "",
+        "rollout.record_routing is off: the trainer's routers choose anew, and some tokens are "
+        "trained under other experts than they were sampled with (in bfloat16 about a tenth of the "
+        "choices); update/mismatch_mean shows what it costs"
     )
 
 

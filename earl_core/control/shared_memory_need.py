@@ -29,7 +29,7 @@ def samples_bytes(episodes: int, tokens: int, columns: int = 0, routing: int = 0
 
 def routing_bytes(config: RunConfig) -> int:
     """Return the bytes of a token's recorded experts, at most; 0 where nothing is recorded."""
-    if config.rollout.record_routing == "off" or config.rollout.engine != "torch":
+    if config.rollout.record_routing == "off":
         return 0
     routing = stored_routing(Path(config.initial_model.path))
     return 0 if routing is None else routing.width * (1 if routing.dtype == "uint8" else 2)

@@ -1,4 +1,4 @@
-"""A tiny Llama with one token a character, made on the spot and warmed up on random legal play.
+"""A tiny model with one token a character, made on the spot and warmed up on random legal play.
 
 For fast runs and tests: about two million parameters that already know how a move looks, so that
 reinforcement learning has something to start from. It serves every environment that names its
@@ -26,8 +26,9 @@ from earl_core.environments.base import EnvironmentFailed, Message
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
+from earl_core.models.narrow import narrow_model
 from earl_core.models.progress import Progress, quiet
-from earl_core.pretrained.huggingface import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from earl_core.pretrained.huggingface import PreTrainedModel, PreTrainedTokenizerFast
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.system.errors import ConfigError
 
@@ -47,6 +48,7 @@ def build(
     *,
     environments: Sequence[Mapping[str, Any]],
     characters: str = "",
+    family: str = "llama",
     hidden: int = 192,
     layers: int = 4,
     heads: int = 4,
@@ -60,7 +62,7 @@ def build(
     """Make the model and its tokenizer as a Hugging Face directory; nothing if it is there.
 
     environments: those of the run, dumped `EnvironmentConfig`s, whose characters become the tokens.
-    characters: further ones. All others are one unknown token. warm_start_steps: supervised steps
+    characters: further ones. All others are one unknown token. family: of `narrow.FAMILIES`. warm_start_steps: supervised steps
     on the answers of `warm_start_games` random legal games each; 0 leaves random weights, and so do
     environments that do not know their legal answers. progress: told of the steps. Equal
     arguments and thread counts give equal bytes. The directory appears by a rename, complete or not
@@ -81,7 +83,7 @@ def build(
     tokenizer = character_tokenizer(told.characters + characters)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = narrow_llama(tokenizer, hidden, layers, heads, max_position_embeddings)
+        model = narrow_model(family, tokenizer, hidden, layers, heads, max_position_embeddings)
         if told.games:
             warm_start(
                 model, tokenizer, told.games, warm_start_games, warm_start_learning_rate, progress
@@ -163,31 +165,7 @@ async def _game(name: str, pool: EnvironmentPool, number: int, seed: int) -> _Ga
     return game
 
 
-def narrow_llama(
-    tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, positions: int
-) -> LlamaForCausalLM:
-    """A Llama with tied embeddings and random weights from torch's generator."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden,
-            # The next multiple of 64 above 8/3 of the hidden size, Llama's own proportion.
-            intermediate_size=-(-hidden * 8 // (3 * 64)) * 64,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=positions,
-            # The usual 0.02 suits wide models; this narrow one then needs twice the steps.
-            initializer_range=hidden**-0.5,
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-
-def write_model(target: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def write_model(target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write both as a Hugging Face directory, which appears complete or not at all."""
     building = target.parent / f".{target.name}.building"
     shutil.rmtree(building, ignore_errors=True)
@@ -235,7 +213,7 @@ def _sample(chat: ChatTokenizer, game: _Game, number: int) -> TrainingSample:
 
 
 def warm_start(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     games: list[_Game],
     games_per_step: int,

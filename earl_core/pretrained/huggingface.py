@@ -20,8 +20,6 @@ __all__ = [
     "AttentionInterface",
     "AutoModelForCausalLM",
     "GradientCheckpointingLayer",
-    "LlamaConfig",
-    "LlamaForCausalLM",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
     "PreTrainedTokenizerFast",
@@ -55,8 +53,6 @@ with _unused_packages_hidden():
     from transformers import (
         AttentionInterface,
         AutoModelForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
         PreTrainedModel,
         PreTrainedTokenizerBase,
         PreTrainedTokenizerFast,

@@ -15,7 +15,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from earl_core.models.tiny import narrow_llama, write_model
+from earl_core.models.narrow import narrow_model
+from earl_core.models.tiny import write_model
 from tests.rollout.chat_models import CHATML, SPECIAL
 
 _LIKELY = 8.0
@@ -25,7 +26,7 @@ def phrase_model(directory: Path, phrases: Sequence[str]) -> Path:
     """Write it. Every phrase is a token, and so is any other word, an unknown one."""
     tokenizer = _tokenizer(phrases)
     torch.manual_seed(0)
-    model = narrow_llama(tokenizer, hidden=32, layers=2, heads=2, positions=4096)
+    model = narrow_model("llama", tokenizer, hidden=32, layers=2, heads=2, positions=4096)
     ids = tokenizer.convert_tokens_to_ids(list(phrases))
     head = torch.nn.Linear(32, len(tokenizer), bias=False)
     model.config.tie_word_embeddings = False

@@ -170,4 +170,4 @@ def test_a_mixtures_routing_is_counted_where_it_is_recorded(tmp_path: Path) -> N
 
     recorded, off = samples(engine="torch"), samples(engine="torch", record_routing="off")
     assert recorded - off == 48 * 8
-    assert samples(engine="vllm") == off
+    assert samples(engine="vllm") == recorded

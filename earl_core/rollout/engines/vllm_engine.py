@@ -24,7 +24,8 @@ from earl_core.rollout.engines.quiet import Quiet
 from earl_core.rollout.engines.vllm_adapters import AdapterFolders, adapter_arguments
 from earl_core.rollout.engines.vllm_answers import completion, sampling_parameters
 from earl_core.rollout.engines.vllm_drafts import extra_arguments
-from earl_core.rollout.engines.vllm_experts import check_experts
+from earl_core.rollout.engines.vllm_experts import check_experts, experts_of
+from earl_core.rollout.engines.vllm_routing import RecordedLayers, routing_arguments
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.memory import resident_peak_bytes
 from earl_core.weights.adapter_pairs import layer_matrices
@@ -76,6 +77,7 @@ class VllmEngine(BaseEngine[Any]):
         self._quiet = Quiet()
         self._drafted: set[int] = set()
         self._finished: set[int] = set()
+        self._recorded: RecordedLayers | None = None
 
     async def start(self) -> None:
         """Start vLLM's processes, which takes about 20 s, and load the model.
@@ -89,10 +91,7 @@ class VllmEngine(BaseEngine[Any]):
         self._folders = AdapterFolders(self._sockets, self._directory)
         vllm_environment.prepare(self._sockets, self._ranks, self._settings.threads)
         vllm_environment.load()
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         if current_platform.is_cpu():
             vllm_environment.preload_plainly(self._sockets)
@@ -106,12 +105,12 @@ class VllmEngine(BaseEngine[Any]):
         if self._settings.adapter_rank is not None:
             rank = self._settings.adapter_rank
             arguments |= adapter_arguments(rank, layer_matrices(self._parameters))
+        drafts = self._settings.drafts
+        if recorded := self._settings.record_routing and experts_of(config) > 1:
+            arguments |= routing_arguments(drafts is not None)
         self._memory = MemoryWatch()
         try:
-            with vllm_environment.compiling(arguments):
-                self._engine = AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
-                )
+            self._engine = vllm_environment.build(arguments)
         except Exception as error:
             self._check_memory(error, "starting vLLM")
             # The exit code of a process that a signal ended is negative.
@@ -124,9 +123,11 @@ class VllmEngine(BaseEngine[Any]):
         self._vocabulary = vllm_environment.settle(self._engine)
         if self.policy_version is not None:
             await self._name_weights(self.policy_version)
-        if self._settings.drafts is not None:
-            drafts = "earl_draft", None, (self._settings.drafts.memory_bytes,)
-            await self._answered(self._engine.collective_rpc(*drafts))
+        if drafts is not None:
+            await self._rpc("earl_draft", drafts.memory_bytes)
+        if recorded:
+            self._recorded = RecordedLayers.of((await self._rpc("earl_record_routing"))[0])
+            self.routing = self._recorded.shape
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask vLLM for each answer by itself. Meant to be called for single requests,
@@ -194,8 +195,7 @@ class VllmEngine(BaseEngine[Any]):
         async with self._quiet.no_requests():
             try:
                 await self._answered(self._engine.pause_generation(mode="wait", clear_cache=True))
-                load = "earl_load_weights", None, (manifest.model_dump_json(),)
-                reports = await self._answered(self._engine.collective_rpc(*load))
+                reports = await self._rpc("earl_load_weights", manifest.model_dump_json())
                 if any(report["digest"] != manifest.digest for report in reports):
                     raise EngineError(f"the ranks report other weights: {reports}")
                 # The blocks hold keys and values of the old weights.
@@ -222,8 +222,7 @@ class VllmEngine(BaseEngine[Any]):
         await asyncio.to_thread(self._matched_pairs, manifest, layer_matrices(self._parameters))
         pairs = self._folders.make(manifest)
         given = pairs.lora_name, pairs.lora_int_id, pairs.lora_path, manifest.model_dump_json()
-        load = self._engine.collective_rpc("earl_load_pairs", None, given)
-        found = {each for each in await self._answered(load) if each}
+        found = {each for each in await self._rpc("earl_load_pairs", *given) if each}
         if found:
             await self._unload_pairs(pairs)
             refused = f"policy version {manifest.policy_version} was not loaded into vLLM: "
@@ -250,8 +249,7 @@ class VllmEngine(BaseEngine[Any]):
             if vllm_environment.sleeps():
                 await self._answered(self._engine.sleep(level=2 if whole else 1))
             elif await self._answered(self._engine.reset_prefix_cache()):
-                give_back = self._engine.collective_rpc("earl_give_back", None, (whole,))
-                await self._answered(give_back)
+                await self._rpc("earl_give_back", whole)
             else:  # some block is in use
                 return
             if whole:
@@ -302,6 +300,10 @@ class VllmEngine(BaseEngine[Any]):
             return await task
         finally:
             task.cancel()
+
+    async def _rpc(self, method: str, *arguments: Any) -> Any:
+        """What each of vLLM's workers returns."""
+        return await self._answered(self._engine.collective_rpc(method, None, arguments))
 
     async def _name_weights(self, version: int) -> None:
         """Tell vLLM the version that the spans of its answers name."""
@@ -376,6 +378,8 @@ class VllmEngine(BaseEngine[Any]):
                 request.on_tokens(so_far[known:])
             known, output = len(so_far), await queue.get()
         answer = completion(request, output.outputs[0], version, exhausted, whole=whole)
+        if self._recorded is not None:
+            answer = self._recorded.noted(answer, output, self._engine, queue.request_id)
         answer = answer if begun is None else begun.followed_by(answer)
         if ended is not None and answer.finish_reason != "dead_end":
             # vLLM may have sampled more; the answer has no token after the one that ended it.

@@ -135,7 +135,7 @@ def overrides(config: PretrainedConfig, float32_head: bool) -> PretrainedConfig:
 
 
 @contextmanager
-def compiling(arguments: Mapping[str, Any]) -> Iterator[None]:
+def _compiling(arguments: Mapping[str, Any]) -> Iterator[None]:
     """While vLLM's processes start: on a CPU, where layers run eagerly, they compile nothing. vLLM
     would compile one function that counts larger log-probs, in eight seconds of a core.
 
@@ -264,6 +264,18 @@ def platform_arguments(settings: VllmConfig, running: int) -> dict[str, Any]:
         "block_size": block,
         "kv_cache_memory_bytes": settings.kv_cache_gib * _GIB,
     }
+
+
+def build(arguments: Mapping[str, Any]) -> Any:
+    """An `AsyncLLM`, whose processes start. arguments: of `engine_arguments`."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with _compiling(arguments):
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
+        )
 
 
 def settle(engine: Any) -> int:

@@ -38,16 +38,21 @@ _PADDED_TO = 32
 """Widths of experts that vLLM pads on a CPU, which its reload cannot."""
 
 
+def experts_of(config: Any) -> int:
+    """How many experts each routed layer has; 0 for a dense model. config: of transformers."""
+    text = config.get_text_config()
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return max(getattr(text, name, None) or 0 for name in counts)
+
+
 def check_experts(config: Any, ranks: int) -> None:
     """Raise `ConfigError` for a mixture that vLLM's CPU build could not reload.
     config: of transformers. ranks: tensor-parallel ones of an engine."""
     from vllm.platforms import current_platform
 
-    text = config.get_text_config()
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = max(getattr(text, name, None) or 0 for name in counts)
-    if experts <= 1 or not current_platform.is_cpu():
+    if experts_of(config) <= 1 or not current_platform.is_cpu():
         return
+    text = config.get_text_config()
     width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     if width % (ranks * _PADDED_TO):
         raise ConfigError(

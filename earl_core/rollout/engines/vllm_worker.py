@@ -16,6 +16,7 @@ import torch
 
 from earl_core.rollout.engines.vllm_experts import names_of_vllm, renew_experts, untrained
 from earl_core.rollout.engines.vllm_pairs import PolicyPairs, install_cpu_products
+from earl_core.rollout.engines.vllm_routing import bind
 from earl_core.system.memory import give_back_free_memory, give_back_pages
 from earl_core.tensors.library_paths import plain_libraries
 from earl_core.weights.load import names_problem, open_weights
@@ -100,6 +101,10 @@ class PolicyWeights(PolicyPairs):
         """Draft from past answers of so many bytes, in the worker whose answers vLLM reads."""
         runner = self.model_runner
         runner.drafter.bind(runner, None if self.rank else memory)
+
+    def earl_record_routing(self) -> dict[str, Any]:
+        """Record the experts of each token; what `vllm_routing.bind` says of them."""
+        return bind(self.model_runner)
 
     def earl_give_back(self, weights: bool) -> None:
         """Give the pages of the KV cache back on a CPU, and those of the weights if
