@@ -11,8 +11,9 @@ import torch
 
 from benchmarks.no_limit_game import ALPHABET, Descent, demonstration
 from earl_core.environments.base import Message
+from earl_core.models.narrow import narrow_model
 from earl_core.models.progress import quiet
-from earl_core.models.tiny import character_tokenizer, narrow_llama, warm_start, write_model
+from earl_core.models.tiny import character_tokenizer, warm_start, write_model
 
 
 def build(
@@ -45,7 +46,7 @@ def build(
     ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = narrow_llama(tokenizer, hidden, layers, heads, max_position_embeddings)
+        model = narrow_model("llama", tokenizer, hidden, layers, heads, max_position_embeddings)
         if games:
             rate = warm_start_learning_rate
             warm_start(model, tokenizer, games, warm_start_games, rate, quiet)

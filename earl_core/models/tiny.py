@@ -62,11 +62,12 @@ def build(
     """Make the model and its tokenizer as a Hugging Face directory; nothing if it is there.
 
     environments: those of the run, dumped `EnvironmentConfig`s, whose characters become the tokens.
-    characters: further ones. All others are one unknown token. family: of `narrow.FAMILIES`. warm_start_steps: supervised steps
-    on the answers of `warm_start_games` random legal games each; 0 leaves random weights, and so do
-    environments that do not know their legal answers. progress: told of the steps. Equal
-    arguments and thread counts give equal bytes. The directory appears by a rename, complete or not
-    at all. Raises ConfigError for environments that name no characters, or that fail.
+    characters: further ones. All others are one unknown token. family: of `narrow.FAMILIES`.
+    warm_start_steps: supervised steps on the answers of `warm_start_games` random legal games
+    each; 0 leaves random weights, and so do environments that do not know their legal answers.
+    progress: told of the steps. Equal arguments and thread counts give equal bytes. The
+    directory appears by a rename, complete or not at all. Raises ConfigError for environments
+    that name no characters, or that fail.
     """
     target = Path(directory)
     if target.exists():

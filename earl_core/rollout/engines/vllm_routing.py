@@ -1,9 +1,9 @@
 """The experts that vLLM gave each token of a mixture, recorded by vLLM's own connector.
 
-vLLM 0.32 hands the connector what its second model runner computes (`enable_return_routed_experts`).
-That runner wants Triton, which a CPU has not: there `RoutedSteps` hands it what the first one does,
-and `vllm_scheduler` asks for it.
-Cached prefixes have rows, too: those of the pass that computed their keys and values.
+vLLM 0.32 hands it what its second model runner computes (`enable_return_routed_experts`). That
+runner wants Triton, which a CPU has not: there `RoutedSteps` hands it what the first one does, and
+`vllm_scheduler` asks for it. Cached prefixes have rows, too: those of the pass that computed their
+keys and values.
 """
 
 from __future__ import annotations

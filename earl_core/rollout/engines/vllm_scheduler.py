@@ -8,7 +8,7 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.v1.core.sched.scheduler import Scheduler
 
 
-class RecordingScheduler(Scheduler):
+class RecordingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not typed here
     """Asks its workers for the experts of each step, as the configuration does which vLLM refuses
     with that runner."""
 
