@@ -24,6 +24,12 @@ async def right(episode: dict[str, Any]) -> float:
     return float(said(episode)[-1] == episode["scoring"]["answer"])
 
 
+def letters(episode: dict[str, Any]) -> float:
+    """What a policy of random weights is paid differently for: the characters that it wrote."""
+    written = "".join(said(episode))
+    return sum(ord(letter) % 7 for letter in written) / max(1, len(written))
+
+
 def by_number(episode: dict[str, Any]) -> Any:
     """What each episode's number is good for: some fail, each in its own way."""
     match episode["episode_id"]:

@@ -9,7 +9,7 @@ import pytest
 
 from earl_core.dispatch import read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path
-from tests.flows.runs import Runs
+from tests.flows.runs import KILLED, Runs
 from tests.learner.test_routing import SHAPE, mixture
 
 LAYOUTS = {
@@ -22,17 +22,23 @@ LAYOUTS = {
 }
 
 
+def _settings(runs: Runs) -> list[str]:
+    model = runs.directory / "mixture"
+    return [
+        f"model={json.dumps({'path': str(mixture(model))})}",
+        "algorithm.importance_correction={cap: 2}",
+        "reward.functions=[{function: 'tests.experience.scoring_functions:letters'}]",
+    ]
+
+
 def _trained(runs: Runs, *overrides: str) -> list[dict[str, float]]:
     """The metrics of two iterations of two minibatches each, so that old log-probs are computed,
     beside a reference that routes by itself."""
-    model = runs.directory / "mixture"
-    settings = [f"model={json.dumps({'path': str(mixture(model))})}", *overrides]
-    settings += ["algorithm.importance_correction={cap: 2}"]
-    runs.train(*settings)
+    runs.train(*_settings(runs), *overrides)
     lines = runs.metrics()
     assert len(lines) == 2
     for line in lines:
-        assert line["update/optimizer_steps"] > 0
+        assert line["update/grad_norm"] > 1e-3
         assert line["update/expert_load_max"] >= line["update/expert_load"] >= 1.0
         # In float32 engine and trainer choose alike, until the first of two steps moves routers.
         assert line["update/routing_changed_share"] < 0.2
@@ -55,6 +61,16 @@ def test_recorded_experts_are_sealed_and_trained_and_not_kept(runs: Runs) -> Non
     kept = pq.read_schema(run / "iterations" / "000000" / "episodes.parquet")
     assert "tokens" in kept.names
     assert "routing" not in kept.names
+    # Killed and resumed: the same bits.
+    again = ["name=killed", *_settings(runs)]
+    runs.train(*again, fault="rollout.after@1=kill", expect=KILLED)
+    runs.wait_for_workers_to_end()
+    runs.train(*again, fault="update.seal@1=kill", expect=KILLED)
+    runs.wait_for_workers_to_end()
+    runs.train(*again)
+    for iteration in range(2):
+        assert runs.weights(iteration, "killed") == runs.weights(iteration)
+    runs.assert_learnt("killed")
 
 
 @pytest.mark.slow
