@@ -70,7 +70,7 @@ def test_recorded_experts_are_sealed_and_trained_and_not_kept(runs: Runs) -> Non
     runs.train(*again)
     for iteration in range(2):
         assert runs.weights(iteration, "killed") == runs.weights(iteration)
-    runs.assert_learnt("killed")
+    assert runs.weights(0) != runs.weights(1)
 
 
 @pytest.mark.slow
