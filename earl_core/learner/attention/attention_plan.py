@@ -143,14 +143,20 @@ class SampleBoundaries:
         return bucket.count if plain and bucket.keys == bucket.queries else 0
 
     @cached_property
-    def recurrence(self) -> StatePlan:
-        """The plan of layers with a state. Raises ConfigError where a context rank has a part."""
+    def _recurrences(self) -> dict[bool, StatePlan]:
+        return {}
+
+    def recurrence(self, any_length: bool) -> StatePlan:
+        """The plan of layers with a state, made once; any_length: see there. Raises ConfigError
+        where a context rank has a part of the pack."""
         if self.exchange is not None:
             raise ConfigError(
                 "layers with a state are not divided over context ranks: set context_parallel to 1"
             )
-        device = self.cu_seqlens.device
-        return StatePlan.of(self.tree, device, any_length=kernels_found(device))
+        if any_length not in self._recurrences:
+            device = self.cu_seqlens.device
+            self._recurrences[any_length] = StatePlan.of(self.tree, device, any_length=any_length)
+        return self._recurrences[any_length]
 
     @cached_property
     def _convolutions(self) -> dict[int, ConvolutionPlan]:
@@ -169,13 +175,12 @@ class SampleBoundaries:
         for width in widths:
             self.convolution(width)
         if widths:
-            _ = self.recurrence
+            self.recurrence(kernels_found(self.cu_seqlens.device))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything of it that lies on the device."""
-        for plan in (vars(self).get("recurrence"), *self._convolutions.values()):
-            if plan is not None:
-                yield from plan.tensors()
+        for plan in (*self._recurrences.values(), *self._convolutions.values()):
+            yield from plan.tensors()
         held = [self.cu_seqlens, self.scatter]
         for bucket in self.buckets:
             held += [bucket.queries.places, bucket.keys.places]

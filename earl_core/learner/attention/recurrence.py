@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from earl_core.learner.attention.attention_plan import SampleBoundaries
-from earl_core.learner.attention.state_plan import StateCall, kernels_found
+from earl_core.learner.attention.state_plan import StateCall, StatePlan, kernels_found
 from earl_core.learner.shared_rows import deal
 from earl_core.pretrained.huggingface import PreTrainedModel
 
@@ -73,7 +73,8 @@ def _convolving(own: Function) -> Function:
         """hidden_states [1, channels, T] -> [1, channels, T]."""
         if sample_boundaries is None:
             return own(hidden_states, weight, *given, **named)
-        form = _form(own, hidden_states.device)
+        device = hidden_states.device
+        form = _form(own, device, kernels_found(device))
         plan = sample_boundaries.convolution(weight.shape[-1])
         if plan.inputs is None:
             return form(hidden_states, weight, *given, **named)
@@ -104,8 +105,11 @@ def _recurring(own: Function) -> Function:
         and beta [1, T, heads] -> ([1, T, heads, value dim], None)."""
         if sample_boundaries is None:
             return own(query, key, value, g, beta, *given, **named)
-        form, inputs = _form(own, query.device), (query, key, value, g, beta)
-        outputs = _over_tree(form, sample_boundaries, [x.squeeze(0) for x in inputs], named)
+        # The kernel takes no float32.
+        kernel = kernels_found(query.device) and query.dtype != torch.float32
+        plan = sample_boundaries.recurrence(kernel)
+        inputs = [x.squeeze(0) for x in (query, key, value, g, beta)]
+        outputs = _over_tree(_form(own, query.device, kernel), plan, inputs, named)
         return outputs.unsqueeze(0), None
 
     cast(Any, recur)._earl_original = own
@@ -114,12 +118,11 @@ def _recurring(own: Function) -> Function:
 
 def _over_tree(
     form: Function,
-    boundaries: SampleBoundaries,
+    plan: StatePlan,
     inputs: list[torch.Tensor],
     named: dict[str, Any],
 ) -> torch.Tensor:
     """inputs: query, key, value, g and beta, [T, heads, ...] -> [T, heads, value dim]."""
-    plan = boundaries.recurrence
     calls = [call for generation in plan.generations for call in generation]
     dealt = zip(*(deal(each, [call.tokens for call in calls]) for each in inputs), strict=True)
     outputs: list[torch.Tensor] = []
@@ -167,10 +170,10 @@ def _call(
     return found.flatten(0, 1), end
 
 
-def _form(own: Function, device: torch.device) -> Function:
-    """What computes on the device: transformers' choice, which is a kernel where one is installed,
-    or its plain torch form."""
-    if kernels_found(device):
+def _form(own: Function, device: torch.device, kernel: bool) -> Function:
+    """What computes on the device: transformers' choice, which is the kernel that is installed, or
+    its plain torch form."""
+    if kernel:
         return own
     if device.type != "cpu":
         _warn_of_cost()
@@ -182,5 +185,6 @@ def _form(own: Function, device: torch.device) -> Function:
 def _warn_of_cost() -> None:
     logger.warning(
         "layers with a state are computed by plain torch, an order of magnitude slower than by "
-        "kernels and with more memory: install flash-linear-attention and causal-conv1d"
+        "kernels and with more memory: install flash-linear-attention and causal-conv1d, and train "
+        "in bf16"
     )

@@ -32,7 +32,7 @@ class StateCall:
     """Runs of one generation that one call computes.
 
     count: runs. length: of the longest. tokens: run after run, each padded to `length` by repeating
-    its first token; without padding where there is `cu_seqlens`, int32 [count + 1], for kernels.
+    its first token; without padding where there is `cu_seqlens`, int64 [count + 1], for kernels.
     real: bool [count, length], which of them are tokens; None: all. parents: whose last state each
     run begins with, rows among the states of the generation before; None: they are roots.
     """
@@ -167,7 +167,7 @@ def _call(
 ) -> StateCall:
     cu_seqlens = None
     if rows.shape[0] != sizes.size:
-        edges = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        edges = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         cu_seqlens = torch.from_numpy(edges).to(device)
     return StateCall(
         count=sizes.size,
