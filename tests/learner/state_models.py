@@ -105,6 +105,7 @@ def separate_samples() -> list[np.ndarray]:
 
 def losses(model: torch.nn.Module, samples: Sequence[np.ndarray], tree: PrefixTree) -> torch.Tensor:
     """Log-probs of all tokens that others predict, sample after sample, from one packed pass."""
+    device = next(model.parameters()).device
     packed = torch.zeros(1, tree.size, dtype=torch.int64)
     places = [torch.from_numpy(tree.positions(index)) for index in range(len(samples))]
     positions = torch.zeros_like(packed)
@@ -112,12 +113,12 @@ def losses(model: torch.nn.Module, samples: Sequence[np.ndarray], tree: PrefixTr
         packed[0, place] = torch.from_numpy(sample.astype(np.int64))
         positions[0, place] = torch.arange(len(sample))
     logits = model(
-        input_ids=packed,
-        position_ids=positions,
+        input_ids=packed.to(device),
+        position_ids=positions.to(device),
         use_cache=False,
-        sample_boundaries=SampleBoundaries.from_tree(tree),
+        sample_boundaries=SampleBoundaries.from_tree(tree, device),
     ).logits[0]
-    return torch.cat([_chosen(logits[at], packed[0, at]) for at in places])
+    return torch.cat([_chosen(logits[at], packed[0, at].to(device)) for at in places])
 
 
 def plain_losses(model: torch.nn.Module, samples: Sequence[np.ndarray]) -> torch.Tensor:

@@ -179,8 +179,10 @@ class SampleBoundaries:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything of it that lies on the device."""
-        for plan in (*self._recurrences.values(), *self._convolutions.values()):
+        for plan in self._recurrences.values():
             yield from plan.tensors()
+        for convolution in self._convolutions.values():
+            yield from convolution.tensors()
         held = [self.cu_seqlens, self.scatter]
         for bucket in self.buckets:
             held += [bucket.queries.places, bucket.keys.places]
