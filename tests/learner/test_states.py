@@ -99,6 +99,7 @@ def test_what_is_computed_again_is_the_same(rung: Checkpointing) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_compiled_layers_compute_states_as_they_are() -> None:
     model, plain = hybrids("qwen3_5")
     compile_layers(model)
