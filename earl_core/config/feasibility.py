@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.stages import StagesConfig
@@ -87,12 +89,11 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
         )
     for key, iteration in config.stages.steps():
         for deployment in filter(None, config.stages.at(iteration)):
-            degree, engine = deployment.tensor_parallel, deployment.stage == "rollout"
-            if problem := tensor_problem(model, degree, engine):
-                working = " or ".join(map(str, tensor_degrees(model, engine)))
+            for name, degree, problem in layout_problems(model, deployment):
+                degrees = tensor_degrees(model, deployment.stage == "rollout")
+                working = " or ".join(map(str, degrees)) if name == "tensor_parallel" else "1"
                 raise ConfigError(
-                    f"{key}.{deployment.stage}.tensor_parallel is {degree}: {problem}: use "
-                    f"{working}"
+                    f"{key}.{deployment.stage}.{name} is {degree}: {problem}: use {working}"
                 )
 
 
@@ -130,6 +131,24 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
             )
 
 
+def layout_problems(
+    model: ModelShape, deployment: StageDeployment
+) -> Iterator[tuple[str, int, str]]:
+    """Name the degrees of a deployment that the model does not allow, each with the reason."""
+    tensor, context = deployment.tensor_parallel, deployment.context_parallel
+    if problem := tensor_problem(model, tensor, deployment.stage == "rollout"):
+        yield "tensor_parallel", tensor, problem
+    if problem := context_problem(model, context):
+        yield "context_parallel", context, problem
+
+
+def context_problem(model: ModelShape, degree: int) -> str:
+    """Return the reason why samples cannot be divided over so many ranks; empty when they can."""
+    if degree > 1 and model.states is not None:
+        return f"its {model.states.layers} layers with a state need all of a sample on one rank"
+    return ""
+
+
 def tensor_degrees(model: ModelShape, engine: bool) -> list[int]:
     """Tensor-parallel degrees that divide the model; engine as in `tensor_problem`."""
     degrees = range(1, model.attention_heads + 1)
@@ -141,6 +160,8 @@ def tensor_problem(model: ModelShape, degree: int, engine: bool) -> str:
 
     engine: engines copy key-value heads; copies that are trained would drift apart.
     """
+    if degree > 1 and model.states is not None and not engine:
+        return f"its {model.states.layers} layers with a state are not split over ranks that train"
     heads, pairs = model.attention_heads, model.key_value_heads
     if heads % degree:
         return f"{degree} does not divide the {heads} attention heads"

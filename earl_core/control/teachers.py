@@ -13,7 +13,7 @@ from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.algorithm import INITIAL
-from earl_core.config.feasibility import tensor_problem
+from earl_core.config.feasibility import layout_problems
 from earl_core.control.ancestor import Ancestor, find_model
 from earl_core.deployment.shapes import ModelShape
 from earl_core.pretrained.adapter_checks import check_whole_model
@@ -104,10 +104,9 @@ def _check_layout(config: RunConfig, text: str, shape: ModelShape) -> None:
         return
     for key, iteration in config.stages.steps():
         update = config.stages.at(iteration)[1]
-        degree = 1 if update is None else update.tensor_parallel
-        if problem := tensor_problem(shape, degree, engine=False):
+        for name, degree, problem in layout_problems(shape, update) if update else ():
             raise ConfigError(
-                f"algorithm.kl.reference {text!r} is laid out as {key}.update with tensor_parallel "
+                f"algorithm.kl.reference {text!r} is laid out as {key}.update with {name} "
                 f"{degree}, and {problem}",
                 remedy="use a degree that divides both models, or selector.policy live_tokens",
             )

@@ -20,6 +20,12 @@ class AdapterShape(Settings):
     )
 
 
+class StateShape(Settings):
+    """Layers that carry a state from token to token in place of attention."""
+
+    layers: int = Field(ge=1, description="Decoder layers with a state; the others have attention.")
+
+
 class Matrix(NamedTuple):
     """A matrix [outputs, inputs] of a decoder layer. cut: the side that tensor ranks share."""
 
@@ -51,6 +57,9 @@ class ModelShape(Settings):
     tied_embeddings: bool = False
     gated_mlp: bool = True
     experts: int = Field(default=0, description="Above 1: a mixture, which no formula here knows.")
+    states: StateShape | None = Field(
+        default=None, description="Layers that have a state in place of attention."
+    )
     adapter: AdapterShape | None = Field(
         default=None, description="The pairs that are trained in place of the model."
     )
@@ -78,11 +87,22 @@ class ModelShape(Settings):
         heads, hidden = number("num_attention_heads", "n_head"), number("hidden_size", "n_embd")
         if hidden < heads:
             raise ValueError(f"{heads} attention heads share a hidden size of only {hidden}")
+        layers = number("num_hidden_layers", "n_layer")
+        kinds, every = (
+            text.get("layer_types"),
+            number("full_attention_interval", default=0, least=0),
+        )
+        if isinstance(kinds, list):
+            with_state = kinds.count("linear_attention")
+        else:
+            # Released files of Qwen3-Next say it by the distance of layers with attention.
+            with_state = layers - layers // every if every else 0
         gated = "intermediate_size" in text and raw.get("model_type") not in ("gpt_neox", "opt")
         return cls(
             model_type=str(raw.get("model_type", "unknown")),
             hidden_size=hidden,
-            layers=number("num_hidden_layers", "n_layer"),
+            layers=layers,
+            states=StateShape(layers=with_state) if with_state else None,
             attention_heads=heads,
             key_value_heads=number("num_key_value_heads", default=heads),
             vocabulary=number("vocab_size"),

@@ -9,6 +9,7 @@ of such a view, so that otherwise a rank's own memory never holds more than its 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ from earl_core.pretrained.huggingface import (
     PreTrainedModel,
     init_empty_weights,
 )
-from earl_core.pretrained.model_directory import model_directory
+from earl_core.pretrained.model_directory import model_directory, parts_left_out
 from earl_core.pretrained.weight_digest import stored_digest
 from earl_core.system.errors import ConfigError
 from earl_core.tensors.collectives import Ranks
@@ -41,6 +42,8 @@ from earl_core.tensors.safetensors_layout import open_file
 from earl_core.tensors.slices import local_box, local_part
 from earl_core.weights.load import tensor_files
 from earl_core.weights.tied import check_tied
+
+logger = logging.getLogger(__name__)
 
 
 def load_policy(
@@ -62,7 +65,7 @@ def load_policy(
     check_adapter(config)
     stored = _open(config)
     settle(stored)
-    Ranks(mesh).on_first(lambda: prepare_for_packing(stored))
+    Ranks(mesh).on_first(lambda: _try(stored, path))
     # Buffers that no file has, such as rotary frequencies, are computed as the model is made.
     with init_empty_weights(include_buffers=False):
         empty = type(stored)(copy.deepcopy(stored.config))
@@ -131,6 +134,14 @@ def _take(
             if leaf not in module._non_persistent_buffers_set:
                 buffer = kept[f"{prefix}.{leaf}".lstrip(".")].to(buffer.dtype)
             module._buffers[leaf] = buffer.to(device)
+
+
+def _try(stored: PreTrainedModel, path: Path) -> None:
+    prepare_for_packing(stored)
+    if parts := parts_left_out(path, dict(stored.named_parameters())):
+        logger.warning(
+            "text only: %s of %s are neither trained nor published", " and ".join(parts), path
+        )
 
 
 def _open(config: ModelConfig) -> PreTrainedModel:

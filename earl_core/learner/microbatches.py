@@ -70,11 +70,17 @@ class Feed:
     """Gives the microbatches of a plan in order, on `device`. One iteration at a time.
 
     mesh: where its context dimension has several ranks, each gets its part of every microbatch;
-    they must ask for the same microbatches.
+    they must ask for the same microbatches. state_widths: of the model (`recurrence`).
     """
 
-    def __init__(self, device: torch.device, mesh: UpdateMesh | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        mesh: UpdateMesh | None = None,
+        state_widths: Sequence[int] = (),
+    ) -> None:
         self._device = device
+        self._state_widths = tuple(state_widths)
         self._context = ContextGroup.of(mesh)
         self._stagings: tuple[Staging, ...] = ()
         if device.type == "cuda":
@@ -120,6 +126,7 @@ class Feed:
         # microbatch.
         with nullcontext() if staging is None else staging.copying():
             boundaries = SampleBoundaries.from_tree(packed.tree, self._device, exchange)
+            boundaries.plan_states(self._state_widths)
         sent = None if staging is None else staging.send()
         return partial(self._deliver, packed, share, boundaries, sent)
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from earl_core.deployment.stage_deployment import Checkpointing
 from earl_core.learner.attention.attention_plan import SampleBoundaries
+from earl_core.learner.attention.recurrence import carry_states
 from earl_core.learner.attention.varlen import register_attention
 from earl_core.learner.compiled_layers import layers_compiled
 from earl_core.learner.data.packing import PackedMicrobatch
@@ -86,12 +87,14 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Choose `earl_varlen`, switch dropout, other randomness and caches off.
+    """Choose `earl_varlen`, and for layers with a state what computes them over trees; switch
+    dropout, other randomness and caches off.
 
     Layers that can be checkpointed stay in training mode, because transformers checkpoints
     activations only then; what is inside of them does not.
     """
     model.set_attn_implementation(register_attention())
+    carry_states(model)
     model.config.use_cache = False
     model.eval()
     for module in model.modules():

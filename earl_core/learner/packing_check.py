@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from earl_core.learner.attention.attention_plan import SampleBoundaries
+from earl_core.learner.attention.recurrence import state_widths
 from earl_core.learner.attention.varlen import windows_seen
+from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, separate
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
 
@@ -19,6 +21,8 @@ from earl_core.system.errors import ConfigError
 _ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 _FIRST, _SECOND = (1, 3, 2, 4, 2), (5, 1, 7)
+# The same two beginnings, the second as a continuation of the first's two first tokens.
+_FORKED = PrefixTree((TokenRun(0, 2, 0, -1), TokenRun(2, 3, 2, 0), TokenRun(5, 3, 2, 0)), (1, 2))
 
 
 @torch.no_grad()
@@ -30,21 +34,21 @@ def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -
     """
     name = type(model).__name__
     _check_config(model)
-    lengths = (len(_FIRST), len(_SECOND))
+    first, both = len(_FIRST), separate((len(_FIRST), len(_SECOND)))
     limit = getattr(_text_config(model), "max_position_embeddings", None) or 0
     with windows_seen() as windows:
         try:
-            alone = _forward(decoder, model, _SECOND, (len(_SECOND),))
+            alone = _forward(decoder, model, _SECOND)
         except Exception as error:
             raise _refusal(model, error, attended=bool(windows)) from error
     if not windows:
         raise _unattended(model)
     _check_windows(model, windows)
-    again = _forward(decoder, model, _SECOND, (len(_SECOND),))
-    packed = _forward(decoder, model, _FIRST + _SECOND, lengths)[lengths[0] :]
+    again = _forward(decoder, model, _SECOND)
+    packed = _forward(decoder, model, _FIRST + _SECOND, both)[first:]
     # Few tokens stand for a long sample: what depends on the length depends on positions.
-    begin = max(0, limit - lengths[0])
-    beside_long = _forward(decoder, model, _FIRST + _SECOND, lengths, begin)[lengths[0] :]
+    begin = max(0, limit - first)
+    beside_long = _forward(decoder, model, _FIRST + _SECOND, both, begin)[first:]
     if not _equal(again, alone):
         raise ConfigError(
             f"{name} gives other results each time (noise in its layers), so that log-probs would "
@@ -54,8 +58,11 @@ def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -
         what = _carrying(model) or "some layers"
         raise ConfigError(
             f"{name} lets packed samples see each other: {what} do more than attend (a recurrence "
-            "or a convolution): choose a model whose layers mix tokens by attention only."
+            "or a convolution): choose a model whose layers mix tokens by attention, or by gated "
+            "delta rules as those of Qwen3.5 do."
         )
+    if state_widths(model):
+        _check_states(model, decoder)
     if not _equal(beside_long, alone):
         raise ConfigError(
             f"{name} chooses its position factors by the longest sample of a forward pass, so that "
@@ -63,7 +70,7 @@ def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -
             "be others: choose a model whose factors are fixed, or one of rope type `longrope` or "
             "`dynamic` as transformers has them, which are fixed by the model's limit."
         )
-    logits = _forward(model, model, _SECOND, (len(_SECOND),))
+    logits = _forward(model, model, _SECOND)
     if not _equal(nn.functional.linear(alone, *_linear(head)), logits):
         raise ConfigError(
             f"{name} changes its logits in or after the output layer (scaling or soft caps), which "
@@ -71,22 +78,38 @@ def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -
         )
 
 
+def _check_states(model: PreTrainedModel, decoder: nn.Module) -> None:
+    """Raise ConfigError unless both branches of a tree continue the state of what they share."""
+    shared = _FIRST[:2]
+    forked = _forward(decoder, model, _FIRST + _SECOND, _FORKED)
+    one = _forward(decoder, model, _FIRST)
+    other = _forward(decoder, model, shared + _SECOND)[len(shared) :]
+    if not _equal(forked, torch.cat([one, other])):
+        raise ConfigError(
+            f"{type(model).__name__} does not begin each branch of samples that begin alike with "
+            "the state of what they share, so that one sample's state would reach another: choose "
+            "a model whose layers mix tokens by attention only."
+        )
+
+
 def _forward(
     module: nn.Module,
     model: PreTrainedModel,
     tokens: tuple[int, ...],
-    lengths: tuple[int, ...],
+    tree: PrefixTree | None = None,
     begin: int = 0,
 ) -> torch.Tensor:
-    """The module's first output, float32 [T, ...]; begin: the first sample's first position."""
+    """The module's first output, float32 [T, ...]. tree: of the samples; None: there is one.
+    begin: the first run's first position."""
     embeddings = cast(torch.Tensor, cast(Any, model).get_input_embeddings().weight)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    positions[: lengths[0]] += begin
+    tree = tree or separate((len(tokens),))
+    positions = torch.cat([torch.arange(run.length) + run.depth for run in tree.runs])
+    positions[: tree.runs[0].length] += begin
     output = module(
         input_ids=torch.tensor([tokens], device=embeddings.device) % embeddings.shape[0],
         position_ids=positions[None].to(embeddings.device),
         use_cache=False,
-        sample_boundaries=SampleBoundaries.from_lengths(lengths, embeddings.device),
+        sample_boundaries=SampleBoundaries.from_tree(tree, embeddings.device),
     )
     return cast(torch.Tensor, output[0])[0].float()
 

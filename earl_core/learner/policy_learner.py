@@ -20,6 +20,7 @@ from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
+from earl_core.learner.attention.recurrence import state_widths
 from earl_core.learner.compiled_layers import compile_layers, compiling
 from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
 from earl_core.learner.data.prefixes import as_samples
@@ -118,7 +119,7 @@ class PolicyLearner:
         for name, tensors in state.items():
             self.optimizer.load_state(name, tensors)
         self._gradients = Gradients(parallel.trained.values(), self.mesh)
-        self._feed = Feed(self.device, self.mesh)
+        self._feed = Feed(self.device, self.mesh, state_widths(self.model))
         self._ranks = Ranks(self.mesh, "data_parallel")
         # Ranks with other samples count on this one even where it has none.
         self._others_wait = self.mesh.deployment.data_parallel > 1

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -21,6 +22,14 @@ class Rows:
     start: int
     count: int
     places: torch.Tensor | None = None
+
+    @classmethod
+    def at(cls, places: np.ndarray, device: torch.device | str = "cpu") -> Rows:
+        """The tokens at these places, int64, at least one; copied to the device unless in order."""
+        first, count = int(places[0]), places.size
+        if np.array_equal(places, np.arange(first, first + count)):
+            return cls(first, count)
+        return cls(first, count, torch.from_numpy(places).to(device))
 
     def of(self, states: torch.Tensor) -> torch.Tensor:
         """The states of these tokens, [count, ...], of [tokens, ...]."""

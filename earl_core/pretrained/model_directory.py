@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _READ = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
+_BESIDE_TEXT = {
+    "visual": "the vision tower",
+    "mtp": "the layers that guess tokens further ahead",
+}
+"""Parts of a released model, by a word of their tensors' names."""
 _MOST_TEMPLATE = 4 << 20
 _MOST_HEADER = 100_000_000
 """Bytes of a safetensors file's header, by its own library."""
@@ -127,6 +132,17 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         for name, entry in read_header(file).items()
         if name != "__metadata__"
     }
+
+
+def parts_left_out(directory: Path, model: Collection[str]) -> list[str]:
+    """Name what the files of a model directory hold beside its language model, with the count of
+    parameters. model: names of the model's parameters."""
+    stored, found = tensor_shapes(directory), []
+    for part, words in _BESIDE_TEXT.items():
+        if not any(part in name.split(".") for name in model):
+            sizes = [math.prod(s) for name, s in stored.items() if part in name.split(".")]
+            found += [f"{words} ({sum(sizes):,} parameters)"] if sizes else []
+    return found
 
 
 def needed_files(names: Sequence[str]) -> list[str]:

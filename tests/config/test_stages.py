@@ -35,6 +35,36 @@ def shape(heads: int = 9, pairs: int = 3, width: int = 1536) -> ModelShape:
     )
 
 
+@pytest.mark.parametrize(
+    ("update", "why"),
+    [
+        (
+            {"context_parallel": 2},
+            "context_parallel is 2: its 3 layers with a state need all of a sample on one rank: "
+            "use 1",
+        ),
+        (
+            {"tensor_parallel": 2},
+            "tensor_parallel is 2: its 3 layers with a state are not split over ranks that train: "
+            "use 1",
+        ),
+    ],
+)
+def test_layers_with_a_state_are_not_divided(update: dict[str, int], why: str) -> None:
+    released = {
+        "model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 100,
+        "num_attention_heads": 8, "full_attention_interval": 4, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    named = {**released, "layer_types": [*["linear_attention"] * 3, "full_attention"]}
+    for raw in (released, {"model_type": "qwen3_5", "text_config": named}):
+        hybrid = ModelShape.from_config(raw)
+        with pytest.raises(ConfigError, match=why):
+            check_stages(config("vllm", update=update), hybrid, CORES)
+        check_stages(config("vllm", update={"shard": 2}), hybrid, CORES)
+        check_stages(config("vllm", rollout={"tensor_parallel": 2}), hybrid, CORES)
+
+
 def test_experts_are_divided_where_there_are_some() -> None:
     experts = shape().model_copy(update={"experts": 8, "model_type": "qwen3_moe"})
     divided = parse_config(with_(rollout__engine="vllm", rollout__vllm={"expert_parallel": True}))

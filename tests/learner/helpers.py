@@ -54,14 +54,14 @@ def build_model(kind: str) -> PreTrainedModel:
     )
 
 
-def save_model(kind: str | PreTrainedModel, directory: Path) -> Path:
-    """A model directory with weights five times the usual spread, and a tokenizer."""
+def save_model(kind: str | PreTrainedModel, directory: Path, spread: float = 5.0) -> Path:
+    """A model directory with weights so many times the usual spread, and a tokenizer."""
     model = build_model(kind) if isinstance(kind, str) else kind
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 # The usual initialisation gives nearly uniform attention, which would hide errors.
-                parameter.mul_(5)
+                parameter.mul_(spread)
     model.save_pretrained(directory)
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(

@@ -150,6 +150,16 @@ ADAPTERS = {
     ),
 }
 
+STATES = {
+    "states": Case(kind="qwen3_5", update={"activation_checkpointing": "selective"}, samples=12),
+    "states_experts": Case(
+        kind="qwen3_next",
+        update={"activation_checkpointing": "full"},
+        samples=12,
+        dealt=(0, 0, 1, 0),
+    ),
+}
+
 # A sample a microbatch, so that ranks which share no sample compute what one process does, bit for
 # bit, and add the same numbers up in float32.
 MIXED = Case(

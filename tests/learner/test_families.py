@@ -38,6 +38,15 @@ _LINEAR = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
+_KIMI = {
+    **_LINEAR, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts": 4,
+    "num_experts_per_token": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+_MAMBA = {
+    "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
+    "mamba_d_state": 8, "mamba_chunk_size": 8, "head_dim": 16,
+}  # fmt: skip
 _DEEPSEEK = {
     "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "moe_intermediate_size": 32, "q_lora_rank": None, "kv_lora_rank": 32,
@@ -104,9 +113,13 @@ def test_a_family_equals_plain_transformers(
         ("Phimoe", "", {**_EXPERTS, "sliding_window": 9}, "sliding window of 9 tokens"),
         ("GptOss", "", {**_EXPERTS, "head_dim": 16, "sliding_window": 9}, "has attention sinks"),
         (
-            "Qwen3_5Text", "Qwen3_5ForCausalLM", _LINEAR,
-            "layers of type linear_attention do more than attend",
+            "Lfm2", "", {"layer_types": ["conv", "full_attention"]},
+            "layers of type conv do more than attend",
         ),
+        (
+            "KimiLinear", "", _KIMI, "layers of type linear_attention do more than attend",
+        ),
+        ("FalconH1", "", _MAMBA, "do more than attend"),
         ("StableLm", "", {}, "do not hand keyword arguments on to their attention"),
         ("Nemotron", "", {}, "do not hand keyword arguments on to their attention"),
         ("Bloom", "", {"n_layer": 2, "n_head": 4}, "does not call its attention through"),

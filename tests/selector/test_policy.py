@@ -14,7 +14,7 @@ from earl_core.config.selector import SelectorConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
-from earl_core.deployment.shapes import Hardware
+from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import POLICIES, select
@@ -297,6 +297,20 @@ def test_candidates_use_every_device(model: str, machine: tuple[int, int], episo
         assert candidate.data_parallel <= episodes
         assert shape.attention_heads % (candidate.tensor_parallel * candidate.context_parallel) == 0
     assert all(item.reason and item.label for item in out)
+
+
+def test_layers_with_a_state_are_divided_neither_by_tensors_nor_by_tokens() -> None:
+    shape = ModelShape.from_config({
+        "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 8, "vocab_size": 1000,
+        "num_attention_heads": 16, "full_attention_interval": 4, "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    })  # fmt: skip
+    found, out = training_candidates("update", shape, cluster("h100-80gb", 1, 8), 64, 4096)
+    assert {each.shard for each in found} == {1, 2, 4, 8}
+    assert all(each.tensor_parallel == each.context_parallel == 1 for each in found)
+    why = {item.label: item.reason for item in out}
+    assert "6 layers with a state are not split over ranks" in why["TP 2"]
+    assert "6 layers with a state need all of a sample on one rank" in why["TP 1, CP 2"]
 
 
 @pytest.mark.parametrize("hosts", [3, 6])

@@ -16,8 +16,15 @@ import numpy as np
 import torch
 
 from earl_core.learner.attention.context_parallel import PackExchange
+from earl_core.learner.attention.state_plan import (
+    ConvolutionPlan,
+    StatePlan,
+    kernels_found,
+)
+from earl_core.learner.data.padding import group_similar
 from earl_core.learner.data.prefix_tree import PrefixTree, cut_tree, separate
 from earl_core.learner.shared_rows import Rows
+from earl_core.system.errors import ConfigError
 
 # Longer samples amortise a call of their own, so padding them together only costs.
 _NO_PADDING_FROM = 512
@@ -67,7 +74,7 @@ class SampleBoundaries:
     scatter: int64 [T], the position of each query among the buckets' concatenated padded positions,
     or None for the identity. padded_tokens: positions that attention computes. exchange: where the
     queries are one context rank's, how it gets the others' keys, which are numbered as in the whole
-    pack. None: queries and keys are both the whole pack.
+    pack. None: queries and keys are both the whole pack. tree: of the whole pack.
     """
 
     tokens: int
@@ -77,6 +84,7 @@ class SampleBoundaries:
     calls: tuple[KernelCall, ...]
     scatter: torch.Tensor | None
     padded_tokens: int
+    tree: PrefixTree
     exchange: PackExchange | None = None
 
     @classmethod
@@ -120,6 +128,7 @@ class SampleBoundaries:
             calls=_kernel_calls(tree, queries, cu_seqlens, split=exchange is not None),
             scatter=None if identity else torch.from_numpy(scatter).to(device),
             padded_tokens=offset,
+            tree=tree,
             exchange=exchange,
         )
 
@@ -133,14 +142,53 @@ class SampleBoundaries:
         plain = bucket.keys.places is None and bucket.queries.places is None
         return bucket.count if plain and bucket.keys == bucket.queries else 0
 
+    @cached_property
+    def _recurrences(self) -> dict[bool, StatePlan]:
+        return {}
+
+    def recurrence(self, any_length: bool) -> StatePlan:
+        """The plan of layers with a state, made once; any_length: see there. Raises ConfigError
+        where a context rank has a part of the pack."""
+        if self.exchange is not None:
+            raise ConfigError(
+                "layers with a state are not divided over context ranks: set context_parallel to 1"
+            )
+        if any_length not in self._recurrences:
+            device = self.cu_seqlens.device
+            self._recurrences[any_length] = StatePlan.of(self.tree, device, any_length=any_length)
+        return self._recurrences[any_length]
+
+    @cached_property
+    def _convolutions(self) -> dict[int, ConvolutionPlan]:
+        return {}
+
+    def convolution(self, width: int) -> ConvolutionPlan:
+        """The plan of convolutions that see so many inputs; made once."""
+        if width not in self._convolutions:
+            device = self.cu_seqlens.device
+            self._convolutions[width] = ConvolutionPlan.of(self.tree, width, device)
+        return self._convolutions[width]
+
+    def plan_states(self, widths: Sequence[int]) -> None:
+        """Make ahead of their use the plans of layers with a state. widths: of their convolutions;
+        none: the model has no such layers."""
+        for width in widths:
+            self.convolution(width)
+        if widths:
+            self.recurrence(kernels_found(self.cu_seqlens.device))
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything of it that lies on the device."""
+        for plan in self._recurrences.values():
+            yield from plan.tensors()
+        for convolution in self._convolutions.values():
+            yield from convolution.tensors()
         held = [self.cu_seqlens, self.scatter]
         for bucket in self.buckets:
             held += [bucket.queries.places, bucket.keys.places]
         for call in self.calls:
             held += [call.cu_seqlens, call.cu_keys, call.keys.places]
-        return (tensor for tensor in held if tensor is not None)
+        yield from (tensor for tensor in held if tensor is not None)
 
 
 @dataclass(frozen=True)
@@ -191,19 +239,11 @@ def _bucket(
     steps = np.where(real, steps, 0)
     local, own = starts[:, None] + steps, places[:, None] + steps
     before = tree.path(parent) if parent >= 0 else np.empty(0, dtype=np.int64)
-    rows = keys = _rows(local, device)
+    rows = keys = Rows.at(local.reshape(-1), device)
     if before.size or not np.array_equal(local, own):
         tiled = np.tile(before, (members.size, 1))
-        keys = _rows(np.concatenate([tiled, own], axis=1), device)
+        keys = Rows.at(np.concatenate([tiled, own], axis=1).reshape(-1), device)
     return Bucket(int(members.size), rows, keys), real, local
-
-
-def _rows(places: np.ndarray, device: torch.device | str) -> Rows:
-    flat = places.reshape(-1)
-    first, count = int(flat[0]), flat.size
-    if np.array_equal(flat, np.arange(first, first + count)):
-        return Rows(first, count)
-    return Rows(first, count, torch.from_numpy(flat).to(device))
 
 
 def _cumulative(sizes: np.ndarray) -> torch.Tensor:
@@ -231,7 +271,8 @@ def _kernel_calls(
         cu = cu_keys = cu_seqlens if len(groups) == 1 else _cumulative(sizes).to(device)
         if paths:
             seen = [paths[index] for index in group]
-            keys, lengths = _rows(np.concatenate(seen), device), np.array([p.size for p in seen])
+            keys = Rows.at(np.concatenate(seen), device)
+            lengths = np.array([p.size for p in seen])
             cu_keys = _cumulative(lengths).to(device)
         calls.append(KernelCall(rows, keys, cu, cu_keys, int(sizes.max()), int(lengths.max())))
     return tuple(calls)
@@ -262,21 +303,5 @@ def _alike(parents: np.ndarray, sizes: np.ndarray) -> Iterator[tuple[int, np.nda
     for parent in np.unique(parents):
         members = np.flatnonzero(parents == parent)
         order = members[np.argsort(-sizes[members], kind="stable")]
-        for group in _group_similar(sizes, order):
+        for group in group_similar(sizes, order, _NO_PADDING_FROM):
             yield int(parent), group
-
-
-def _group_similar(sizes: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
-    """Cut samples, longest first, into groups that waste at most a quarter on padding."""
-    groups: list[np.ndarray] = []
-    first = 0
-    for index in range(1, order.size + 1):
-        longest = int(sizes[order[first]])
-        if index < order.size:
-            size = int(sizes[order[index]])
-            similar = 4 * size >= 3 * longest and longest < _NO_PADDING_FROM
-            if size == longest or similar:
-                continue
-        groups.append(order[first:index])
-        first = index
-    return groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from earl_core.config.feasibility import tensor_problem
+from earl_core.config.feasibility import context_problem, tensor_problem
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
 from earl_core.selector.model import cpu
@@ -114,13 +114,13 @@ def training_candidates(
             parallel, rest = divmod(hardware.devices, tensor * context)
             if rest:
                 continue
-            reason = ""
-            if shape.attention_heads % (tensor * context):
+            reason = context_problem(shape, context)
+            if not reason and shape.attention_heads % (tensor * context):
                 reason = (
                     f"{tensor * context} ranks do not divide the {shape.attention_heads} heads, "
                     "which context parallelism spreads over them"
                 )
-            elif parallel > episodes:
+            elif not reason and parallel > episodes:
                 reason = (
                     f"{parallel} data-parallel replicas for {plural(episodes, 'episode')}: some "
                     "would stand idle"
