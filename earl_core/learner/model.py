@@ -24,6 +24,7 @@ from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.target_masks import TargetMasks
 from earl_core.learner.token_logprobs import HeadScore, multiply
 from earl_core.pretrained.huggingface import GradientCheckpointingLayer, PreTrainedModel
+from earl_core.pretrained.logit_transform import LogitTransform
 from earl_core.pretrained.routers import routers_of
 
 
@@ -80,7 +81,7 @@ def checkpoint_activations(model: PreTrainedModel, rung: Checkpointing) -> None:
 
 def prepare_for_packing(model: PreTrainedModel) -> None:
     """Choose `earl_varlen`, switch dropout and caches off, and prove that packing is exact. Raises
-    ConfigError for a model that mixes packed samples or changes logits after its head."""
+    ConfigError for a model that mixes packed samples or changes logits as no other does."""
     settle(model)
     small = layer_probe(model)
     check_packing(small, decoder_of(small), head_of(small))
@@ -121,7 +122,12 @@ def logprobs_of_trained(
     Returns float32 [T'] and float32 [T'] or None. The head runs at the trained positions only, in
     chunks, so that memory holds one chunk whatever T' is; see `HeadScore` for the settings.
     """
-    scoring = Scoring(head_of(model), chunk_tokens=chunk_tokens, float32_head=float32_head)
+    scoring = Scoring(
+        head_of(model),
+        LogitTransform.of(model.config),
+        chunk_tokens=chunk_tokens,
+        float32_head=float32_head,
+    )
     return PolicyModule(model, scoring)(packed, temperature, entropy)
 
 
@@ -133,6 +139,7 @@ class Scoring(nn.Module):
     def __init__(
         self,
         head: nn.Module,
+        transform: LogitTransform,
         *,
         chunk_tokens: int | None = None,
         vocabulary: VocabularyShard | None = None,
@@ -140,6 +147,7 @@ class Scoring(nn.Module):
     ) -> None:
         super().__init__()
         self.head = head
+        self.transform = transform
         self.chunk_tokens = chunk_tokens
         self.vocabulary = vocabulary
         self.float32_head = float32_head
@@ -156,7 +164,8 @@ class Scoring(nn.Module):
             self.chunk_tokens,
             self.vocabulary,
             self.float32_head,
-            self.compiled,
+            compiled=self.compiled,
+            transform=self.transform,
         )
         if packed.targets is not None:
             return score(self.head, states, packed.predictors, packed.targets, packed.masks)
@@ -250,7 +259,8 @@ def likeliest(
 ) -> torch.Tensor:
     """The likeliest token, the first of equal ones, after these rows of the states; int64 [T'].
 
-    head, states, predictors, float32: see `HeadScore`. vocabulary: this rank's part where the head
+    A transform of the logits does not change their order, up to a cap that float32 reaches. head,
+    states, predictors, float32: see `HeadScore`. vocabulary: this rank's part where the head
     is split over ranks; the result is that of the whole head. All T' rows of logits exist at a
     time, so it is meant for few. Collective where the vocabulary is split.
     """

@@ -15,10 +15,14 @@ from earl_core.learner.attention.recurrence import state_widths
 from earl_core.learner.attention.varlen import windows_seen
 from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, separate
 from earl_core.pretrained.huggingface import PreTrainedModel
+from earl_core.pretrained.logit_transform import LogitTransform
 from earl_core.system.errors import ConfigError
 
 # Kinds of layers, as configurations name them, that attend and carry no state along.
 _ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+_LARGE = 100.0
+"""The largest logit of those that show what happens to large ones; caps are at 15 to 50."""
 
 _FIRST, _SECOND = (1, 3, 2, 4, 2), (5, 1, 7)
 # The same two beginnings, the second as a continuation of the first's two first tokens.
@@ -29,8 +33,8 @@ _FORKED = PrefixTree((TokenRun(0, 2, 0, -1), TokenRun(2, 3, 2, 0), TokenRun(5, 3
 def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> None:
     """Two tiny samples, packed and alone, and the model's own logits must agree.
 
-    decoder: the model below its head. Raises ConfigError with what the model does that packed
-    training does not reproduce.
+    model: a float32 copy, whose head is changed. decoder: the model below its head. Raises
+    ConfigError with what the model does that packed training does not reproduce.
     """
     name = type(model).__name__
     _check_config(model)
@@ -70,12 +74,7 @@ def check_packing(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -
             "be others: choose a model whose factors are fixed, or one of rope type `longrope` or "
             "`dynamic` as transformers has them, which are fixed by the model's limit."
         )
-    logits = _forward(model, model, _SECOND)
-    if not _equal(nn.functional.linear(alone, *_linear(head)), logits):
-        raise ConfigError(
-            f"{name} changes its logits in or after the output layer (scaling or soft caps), which "
-            "training does not reproduce: choose a model without that."
-        )
+    _check_logits(model, decoder, head)
 
 
 def _check_states(model: PreTrainedModel, decoder: nn.Module) -> None:
@@ -112,6 +111,27 @@ def _forward(
         sample_boundaries=SampleBoundaries.from_tree(tree, embeddings.device),
     )
     return cast(torch.Tensor, output[0])[0].float()
+
+
+def _check_logits(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> None:
+    """Compare the model's own logits with those that training makes of its hidden states.
+
+    They are made larger than any cap, for one under an unknown name bends no small ones.
+    """
+    transform = LogitTransform.of(model.config)
+    plain = nn.functional.linear(_forward(decoder, model, _SECOND), *_linear(head))
+    factor = _LARGE / transform.scale / plain.abs().max().clamp_min(1e-6)
+    for parameter in head.parameters():
+        # Its numbers may be those of the model that is trained.
+        parameter.data = parameter * factor
+    # The embeddings may be the same parameter.
+    states = _forward(decoder, model, _SECOND)
+    ours = transform(nn.functional.linear(states, *_linear(head)))
+    if not _equal(ours, _forward(model, model, _SECOND)):
+        raise ConfigError(
+            f"{type(model).__name__} changes its logits in or after the output layer in a way that "
+            "is not known here, so that training would not reproduce it: choose another model."
+        )
 
 
 def _linear(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -178,11 +198,6 @@ def without_interface(name: str) -> ConfigError:
 def _check_config(model: PreTrainedModel) -> None:
     """Refuse what no tiny sample would show."""
     config, name = _text_config(model), type(model).__name__
-    if getattr(config, "final_logit_softcapping", None):
-        raise ConfigError(
-            f"{name} cannot be trained: its logits have soft caps, which training does not "
-            "reproduce. Choose a model without them."
-        )
     if chosen := getattr(config, "index_topk", None):
         raise ConfigError(
             f"{name} cannot be trained on packed samples: it attends to the {chosen} tokens "

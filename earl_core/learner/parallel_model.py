@@ -30,6 +30,7 @@ from earl_core.learner.model import PolicyModule, Scoring, settle
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
 from earl_core.pretrained.huggingface import PreTrainedModel
+from earl_core.pretrained.logit_transform import LogitTransform
 from earl_core.system.errors import EarlError
 from earl_core.weights.manifest import AdapterEntry
 
@@ -127,7 +128,11 @@ def parallelize(
     if mesh.deployment.tensor_parallel > 1:
         vocabulary = split_over_ranks(model, mesh.submesh("tensor_parallel"))
     scoring = Scoring(
-        head_of(model), chunk_tokens=chunk_tokens, vocabulary=vocabulary, float32_head=float32_head
+        head_of(model),
+        LogitTransform.of(model.config),
+        chunk_tokens=chunk_tokens,
+        vocabulary=vocabulary,
+        float32_head=float32_head,
     )
     module = PolicyModule(model, scoring)
     if mixed or mesh.group("parameters") is not None:

@@ -30,7 +30,7 @@ from earl_core.config.model import AdapterConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.shapes import AdapterShape, ModelShape
 from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
-from earl_core.learner import token_logprobs
+from earl_core.learner import logit_passes, token_logprobs
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.compiled_layers import compile_layers
@@ -220,7 +220,7 @@ def _as_on_a_gpu() -> Iterator[None]:
     joined, compiling = DeviceMesh._concatenate, torch.compile
     with (
         patch.object(token_logprobs, "multiply", multiply),
-        patch.object(token_logprobs, "_LOGITS_PER_STEP", token_logprobs._LOGITS_PER_STEP_OF_A_GPU),
+        patch.object(logit_passes, "_LOGITS_PER_STEP", logit_passes._LOGITS_PER_STEP_OF_A_GPU),
         patch.object(DeviceMesh, "_concatenate", staticmethod(join)),
         patch.object(torch, "compile", partition),
     ):

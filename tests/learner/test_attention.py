@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.lm_head import decoder_of
@@ -97,17 +99,25 @@ def test_a_recurrent_model_is_refused() -> None:
         prepare_for_packing(model)
 
 
-def test_logits_scaled_after_the_head_are_refused() -> None:
-    from transformers import CohereConfig, CohereForCausalLM
+class _Capped(LlamaForCausalLM):
+    """Logits with a cap that its configuration does not name, far above what they are."""
 
-    model = CohereForCausalLM(
-        CohereConfig(
-            vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-            num_attention_heads=2, logit_scale=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        )
+    def forward(self, *given: Any, **named: Any) -> Any:
+        found = super().forward(*given, **named)
+        found.logits = torch.tanh(found.logits / 50.0) * 50.0
+        return found
+
+
+def test_logits_changed_in_an_unknown_way_are_refused() -> None:
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="after the output layer"):
-        prepare_for_packing(model)
+    prepare_for_packing(LlamaForCausalLM(config))
+    capped = _Capped(config)
+    assert capped.lm_head.weight.abs().max() < 0.2
+    with pytest.raises(ConfigError, match="after the output layer in a way that is not known"):
+        prepare_for_packing(capped)
 
 
 _MEMORY = """

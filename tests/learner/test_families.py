@@ -14,12 +14,20 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from earl_core.config import ConfigError
+from earl_core.config.model import ModelConfig
+from earl_core.learner.attention import varlen_dense
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.varlen import varlen_attention
 from earl_core.learner.attention.varlen_dense import attend_bucket
+from earl_core.learner.data.packing import pack
+from earl_core.learner.loading import load_policy
+from earl_core.learner.model import PackedTensors, logprobs_of_trained
+from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.rollout.engines.torch_engine import TorchEngine
+from earl_core.tensors.plain_attention import ScoreChange
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
 from tests.learner.test_policy_learner import TEMPERATURE, make_learner
+from tests.learner.test_prefix_tree import branching
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -28,6 +36,11 @@ _SHAPE: dict[str, Any] = {
 }  # fmt: skip
 _GEMMA = {"head_dim": 32, "sliding_window": 9, "query_pre_attn_scalar": 32}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+_GRANITE = {
+    "logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+}  # fmt: skip
 _AFMOE = {
     "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 9,
@@ -79,6 +92,16 @@ def build(family: str, model: str = "", **more: Any) -> transformers.PreTrainedM
         ("Qwen3", {"head_dim": 32}),
         ("Phi3", {"sliding_window": 9}),
         ("Gemma2", {**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+        # Logits with a soft cap, small enough to bend them, and scaled logits.
+        ("Gemma2", {**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": 5.0}),
+        # Small enough to bend its attention's scores, too; windows, and samples of several blocks.
+        ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+        ("GptOss", {**_EXPERTS, **_WINDOWS, "head_dim": 16}),
+        ("NanoChat", {"final_logit_softcapping": 5.0}),
+        ("Cohere2", {**_WINDOWS, "logit_scale": 0.3}),
+        ("Granite", _GRANITE),
+        ("GraniteMoe", {**_GRANITE, **_EXPERTS}),
+        ("HyperCLOVAX", {"logits_scaling": 0.3}),
         # Noise in training mode: in the router, in the number of layers.
         ("Phimoe", {**_EXPERTS, "sliding_window": None, "router_jitter_noise": 0.1}),
         ("Mixtral", {**_EXPERTS, "router_jitter_noise": 0.1}),
@@ -103,15 +126,44 @@ def test_a_family_equals_plain_transformers(
         np.testing.assert_allclose(found[sample.loss_mask == 1], expected.detach(), atol=3e-5)
     again = learner.score(samples)
     assert all(np.array_equal(a, b) for a, b in zip(scored, again, strict=True))
+    packed, wanted = packed_gradients(directory), plain_gradients(directory)
+    assert packed.keys() == wanted.keys()
+    largest = max(float(gradient.norm()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        # That of a key's bias is a rounding error: it moves all scores of a query alike.
+        norm = max(float(gradient.norm()), 1e-2 * largest)
+        assert gradient.any(), name
+        assert float((packed[name] - gradient).norm()) < 5e-6 * norm, name
+
+
+def packed_gradients(directory: Path) -> dict[str, torch.Tensor]:
+    """Of a sum of log-probs, of samples that share prefixes, in one pack."""
+    model = load_policy(ModelConfig(path=str(directory)), create_mesh()).model
+    samples = branching(5, 8)
+    packed = PackedTensors.from_microbatch(pack(samples, range(len(samples))))
+    assert len(packed.tokens) < sum(len(sample.tokens) for sample in samples)
+    logprobs, _ = logprobs_of_trained(model, packed, temperature=TEMPERATURE)
+    return _gradients(model, logprobs)
+
+
+def plain_gradients(directory: Path) -> dict[str, torch.Tensor]:
+    """The same, sample by sample, in plain transformers."""
+    model = eager_model(directory)
+    each = [plain_logprobs(model, sample, TEMPERATURE)[0] for sample in branching(5, 8)]
+    return _gradients(model, torch.cat(each))
+
+
+def _gradients(model: torch.nn.Module, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+    towards = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0))
+    torch.autograd.backward((logprobs * towards).sum())
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 @pytest.mark.parametrize(
     ("family", "model", "more", "why"),
     [
         ("Falcon", "", {"new_decoder_architecture": True, "alibi": False}, "attention interface"),
-        ("Gemma2", "", {**_GEMMA, "attn_logit_softcapping": None}, "logits have soft caps"),
         ("Phimoe", "", {**_EXPERTS, "sliding_window": 9}, "sliding window of 9 tokens"),
-        ("GptOss", "", {**_EXPERTS, "head_dim": 16, "sliding_window": 9}, "has attention sinks"),
         (
             "Lfm2", "", {"layer_types": ["conv", "full_attention"]},
             "layers of type conv do more than attend",
@@ -152,11 +204,10 @@ def test_what_packing_would_get_wrong_is_refused(
             "Qwen3_5Text", "Qwen3_5ForCausalLM", _LINEAR,
             "layers of type linear_attention, which neither the torch engine nor training",
         ),
-        ("Granite", "", {"logits_scaling": 2.0}, "which neither the torch engine nor training"),
         ("Bloom", "", {"n_layer": 2, "n_head": 4}, "cannot run bloom models"),
         ("Afmoe", "", _AFMOE, r"the last 9 tokens only.*set rollout\.max_model_len to 9"),
     ],
-    ids=["Qwen3_5", "Granite", "Bloom", "Afmoe"],
+    ids=["Qwen3_5", "Bloom", "Afmoe"],
 )  # fmt: skip
 def test_the_torch_engine_advises_no_engine_for_what_training_refuses(
     family: str, model: str, more: dict[str, Any], why: str, tmp_path: Path
@@ -191,6 +242,45 @@ def test_an_attention_takes_no_setting_that_it_does_not_know(asked: Any, why: st
         return
     with pytest.raises(ConfigError, match=why):
         call(**asked)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("prefix", [0, 120])
+def test_changed_scores_in_blocks_equal_all_of_them_at_once(
+    prefix: int, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks, by the fused kernel and, with soft caps, in products; gradients, in float64."""
+    monkeypatch.setattr(varlen_dense, "_QUERY_BLOCK", 64)
+    random = torch.Generator().manual_seed(0)
+    count, heads, rows, columns = 2, 4, 150, 150 + prefix
+    shapes = [(count, heads, rows, 16), *2 * [(count, 2, columns, 16)], (heads,)]
+    tensors = [torch.randn(*shape, generator=random) * 2 for shape in shapes]
+    towards = torch.randn(count, heads, rows, 16, generator=random).double()
+    distance = torch.arange(rows)[:, None] + prefix - torch.arange(columns)
+    hidden = (distance < 0) | (distance >= (window or columns))
+    results = []
+    for exactly in (True, False):
+        q, k, v, sinks = (each.to(torch.float64 if exactly else torch.float32) for each in tensors)
+        for each in (q, k, v, sinks):
+            each.requires_grad_()
+        if exactly:
+            scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.25
+            scores = scores if cap is None else torch.tanh(scores / cap) * cap
+            scores = scores.masked_fill(hidden, float("-inf"))
+            extra = sinks.view(1, heads, 1, 1).expand(count, heads, rows, 1)
+            weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+            found = weights @ v.repeat_interleave(2, 1)
+        else:
+            # Blocks of 25 queries at most.
+            monkeypatch.setattr(varlen_dense, "_SCORES_HELD", count * heads * columns * 25)
+            found = attend_bucket(q, k, v, 0.25, window, ScoreChange(cap, sinks))
+        torch.autograd.backward((found * towards).sum())
+        results.append([found.detach(), q.grad, k.grad, v.grad, sinks.grad])
+    for expected, result in zip(*results, strict=True):
+        assert expected is not None
+        assert result is not None
+        assert float((result - expected).norm() / expected.norm()) < 2e-6
 
 
 class _Largest(TorchDispatchMode):

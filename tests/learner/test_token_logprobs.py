@@ -12,6 +12,7 @@ from torch import nn
 from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.target_masks import TargetMasks
 from earl_core.learner.token_logprobs import HeadScore
+from earl_core.pretrained.logit_transform import NO_TRANSFORM, LogitTransform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,7 +83,10 @@ def exact(like: nn.Linear, score: HeadScore, *, copies: int = 1, masked: bool = 
     head.load_state_dict(like.state_dict())
     states, predictors, targets, *towards = inputs(head.out_features, copies=copies)
     states = states.double().requires_grad_()
-    logits = head(states[predictors]) / score.temperature
+    logits = head(states[predictors]) * score.transform.scale
+    if (cap := score.transform.cap) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    logits = logits / score.temperature
     allowed = masks(head.out_features, targets)[1] if masked else torch.ones_like(logits) > 0
     whole = torch.log_softmax(logits.masked_fill(~allowed, -torch.inf), dim=-1)
     logprobs = whole.gather(1, targets[:, None])[:, 0]
@@ -105,15 +109,25 @@ def errors(found: Found, expected: Found) -> dict[str, float]:
 
 @pytest.mark.parametrize("entropy", ["none", "detached", "differentiable"])
 @pytest.mark.parametrize(
-    ("temperature", "bias", "masked"), [(1.0, False, False), (0.7, True, False), (0.7, True, True)]
+    ("temperature", "bias", "masked", "transform"),
+    [
+        (1.0, False, False, NO_TRANSFORM),
+        (0.7, True, False, NO_TRANSFORM),
+        (0.7, True, True, NO_TRANSFORM),
+        (0.7, True, True, LogitTransform(scale=0.3)),
+        # Of results up to 7.
+        (0.7, True, True, LogitTransform(scale=1.3, cap=4.0)),
+    ],
+    ids=["plain", "bias", "masked", "scaled", "capped"],
 )
 def test_float32_is_exact_in_any_chunks(
-    entropy: EntropyMode, temperature: float, bias: bool, masked: bool
+    entropy: EntropyMode, temperature: float, bias: bool, masked: bool, transform: LogitTransform
 ) -> None:
     head = linear(300, bias=bias)
-    expected = exact(head, HeadScore(temperature, entropy), masked=masked)
+    score = HeadScore(temperature, entropy, transform=transform)
+    expected = exact(head, score, masked=masked)
     for chunk in (None, 200, 7):
-        found = ours(head, HeadScore(temperature, entropy, chunk), masked=masked)
+        found = ours(head, dataclasses.replace(score, chunk_tokens=chunk), masked=masked)
         assert max(errors(found, expected).values()) < 1e-6, chunk
         # Of what alone is allowed.
         assert not masked or found["logprobs"][::8].abs().max() < 1e-7
@@ -180,14 +194,14 @@ def test_no_token_to_score_leaves_gradients_of_zero() -> None:
 def test_fused_passes_compute_the_same(dtype: torch.dtype) -> None:
     """One after the other, as the updates and scorings of a process come."""
     heads = linear(300, bias=True).to(dtype), linear(19, bias=True).to(dtype)
-    for head, temperature, entropy, chunk in (
-        (heads[0], 0.7, "detached", TOKENS // 2),
-        (heads[1], 1.0, "none", TOKENS),
-        (heads[1], 1.0, "detached", TOKENS // 3),
-        (heads[0], 1.3, "differentiable", TOKENS // 2),
-        (heads[1], 1.0, "detached", TOKENS // 2),
+    for head, temperature, entropy, chunk, transform in (
+        (heads[0], 0.7, "detached", TOKENS // 2, NO_TRANSFORM),
+        (heads[1], 1.0, "none", TOKENS, NO_TRANSFORM),
+        (heads[1], 1.0, "detached", TOKENS // 3, LogitTransform(0.3, 4.0)),
+        (heads[0], 1.3, "differentiable", TOKENS // 2, LogitTransform(1.3, 4.0)),
+        (heads[1], 1.0, "detached", TOKENS // 2, NO_TRANSFORM),
     ):
-        score = HeadScore(temperature, entropy, chunk)
+        score = HeadScore(temperature, entropy, chunk, transform=transform)
         expected, found = (
             ours(head, dataclasses.replace(score, compiled=compiled)) for compiled in (False, True)
         )

@@ -5,11 +5,21 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from earl_core.learner.lm_head import EntropyMode
 from earl_core.learner.model import likeliest
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.learner.token_logprobs import HeadScore
+from earl_core.pretrained.logit_transform import NO_TRANSFORM, LogitTransform
 from earl_core.tensors.slices import local_part
+
+_CASES: tuple[tuple[EntropyMode, LogitTransform], ...] = (
+    ("none", NO_TRANSFORM),
+    ("detached", NO_TRANSFORM),
+    ("differentiable", NO_TRANSFORM),
+    ("detached", LogitTransform(scale=0.3, cap=20.0)),
+    ("differentiable", LogitTransform(scale=0.3, cap=20.0)),
+)
 
 
 def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
@@ -32,16 +42,19 @@ def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
         most = -(-rows // size)
         start = min(rows, most * mesh.tensor_rank)
         shard = VocabularyShard(start, min(most, rows - start), most, ranks.get_group())
-        for mode in ("none", "detached", "differentiable"):
+        for mode, transform in _CASES:
             head = torch.nn.Linear(6, rows, bias=False)
             head.weight = torch.nn.Parameter(
                 distribute_tensor(weight.float(), ranks, [Shard(0)], src_data_rank=None)
             )
             whole = weight.clone().requires_grad_()
             both = [each.requires_grad_() for each in (hidden.clone(), hidden.float())]
-            theirs = torch.log_softmax(both[0] @ whole.T / 0.7, dim=-1)
+            logits = both[0] @ whole.T * transform.scale
+            if transform.cap is not None:
+                logits = torch.tanh(logits / transform.cap) * transform.cap
+            theirs = torch.log_softmax(logits / 0.7, dim=-1)
             expected = [theirs.gather(1, targets[:, None])[:, 0], -(theirs.exp() * theirs).sum(-1)]
-            score = HeadScore(0.7, mode, vocabulary=shard, chunk_tokens=4)
+            score = HeadScore(0.7, mode, vocabulary=shard, chunk_tokens=4, transform=transform)
             ours = score(head, both[1], torch.arange(positions), targets)
             table = torch.nn.Embedding(1, 1)
             table.weight = head.weight
@@ -68,6 +81,6 @@ def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
                 pairs.append((ours[1], expected[1]))
             for number, (one, other) in enumerate(pairs):
                 gap = (one - other).abs()
-                name = f"{mesh.deployment} {rows}_{mode}_{number} vocabulary"
+                name = f"{mesh.deployment} {rows}_{mode}_{number} {transform.cap} vocabulary"
                 found[name] = float(gap.max()) if gap.numel() else 0.0
     return found

@@ -22,13 +22,12 @@ from earl_core.learner.attention.context_parallel import attend_to_all_ranks
 from earl_core.learner.shared_rows import deal
 from earl_core.pretrained.huggingface import AttentionInterface
 from earl_core.system.errors import ConfigError
+from earl_core.tensors.plain_attention import ScoreChange
 
 ATTENTION_NAME = "earl_varlen"
 
 # What some models ask of their attention and is not supported here: its name there, and in words.
 _REFUSED = {
-    "softcap": "soft caps on its attention scores",
-    "s_aux": "attention sinks",
     "position_bias": "a position bias in its attention",
     "indices": "attention to tokens that an indexer chooses",
     "block_indices": "attention to blocks of tokens that an indexer chooses",
@@ -93,13 +92,16 @@ def varlen_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     sample_boundaries: SampleBoundaries | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **unsupported: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sample of a pack; transformers' attention signature.
 
     query [1, heads, T, dim]; key, value [1, kv_heads, T, dim]; returns ([1, T, heads, dim], None).
     Tokens after the pack's own (tensor ranks have equally many) attend to nothing and get zeros.
-    Dropout is never applied: log-probs must be those of the policy that played. Raises
+    softcap, s_aux: soft cap on the scores and the sinks [heads], which are computed in plain
+    products. Dropout is never applied: log-probs must be those of the policy that played. Raises
     ConfigError when the boundaries are missing or it needs what is not supported here.
     """
     _check_supported(module, attention_mask, sample_boundaries, unsupported)
@@ -112,7 +114,8 @@ def varlen_attention(
     more = max(0, len(q) - sample_boundaries.tokens)
     if more:
         q, k, v = (x[:-more] for x in (q, k, v))
-    attend = partial(_attend, sample_boundaries, scale, sliding_window)
+    change = ScoreChange.of(softcap, s_aux)
+    attend = partial(_attend, sample_boundaries, scale, sliding_window, change)
     if sample_boundaries.exchange is None:
         attended = attend(q, k, v)
     else:
@@ -127,12 +130,13 @@ def _attend(
     boundaries: SampleBoundaries,
     scale: float,
     window: int | None,
+    change: ScoreChange | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
     """query [T, heads, dim]; key, value [keys, kv_heads, dim] -> [T, heads, dim]."""
-    if varlen_cuda.usable(query, key, value):
+    if change is None and varlen_cuda.usable(query, key, value):
         return varlen_cuda.attend(query, key, value, boundaries, scale, window)
     buckets = boundaries.buckets
     keys = [bucket.keys for bucket in buckets]
@@ -140,7 +144,7 @@ def _attend(
     outputs = []
     for bucket, *parts in zip(buckets, *dealt, strict=True):
         q, k, v = (varlen_dense.batched(part, bucket.count) for part in parts)
-        attended = varlen_dense.attend_bucket(q, k, v, scale, window)
+        attended = varlen_dense.attend_bucket(q, k, v, scale, window, change)
         outputs.append(attended.transpose(1, 2).reshape(-1, *attended.shape[1::2]))
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if boundaries.scatter is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from earl_core.pretrained.architecture import context_length, model_config
+from earl_core.pretrained.logit_transform import LogitTransform
 from earl_core.rollout.engines.slot_cache import ATTENTION
 from earl_core.system.errors import ConfigError
 from earl_core.weights.adapter_pairs import Pair
@@ -49,26 +50,26 @@ def load_causal_model(
 
 @torch.inference_mode()
 def _check_head(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Last hidden state times head must be the model's logits (no scaling or capping)."""
+    """Last hidden state times head, transformed as is known, must be the model's logits."""
     kind = model.config.model_type
     tokens = torch.tensor([[1, 3]], device=device)
     mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=device)
     inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
     try:
-        own = model.get_output_embeddings()(model.base_model(**inputs).last_hidden_state).float()
+        hidden = model.base_model(**inputs).last_hidden_state
+        own = LogitTransform.of(model.config)(model.get_output_embeddings()(hidden)).float()
         full = model(**inputs).logits.float()
     except Exception as error:
         raise ConfigError(
             f"the torch engine cannot run {kind} models ({type(error).__name__}: {error}): choose "
             "another model, or rollout.engine=vllm if training takes this one"
         ) from error
-    capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     # Weights that have diverged are told when they answer.
     near = 1e-2 * float(full.nan_to_num().abs().max())
-    if capped or not torch.allclose(own, full, atol=near, rtol=1e-2, equal_nan=True):
+    if not torch.allclose(own, full, atol=near, rtol=1e-2, equal_nan=True):
         raise ConfigError(
-            f"{kind} models change their logits after the output layer (scaling or soft caps), "
-            "which neither the torch engine nor training reproduces: choose another model"
+            f"{kind} models change their logits after the output layer in a way that neither the "
+            "torch engine nor training reproduces: choose another model"
         )
 
 

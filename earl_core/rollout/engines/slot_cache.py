@@ -19,11 +19,16 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
 from earl_core.pretrained.routers import Routers
+from earl_core.tensors.plain_attention import ScoreChange, attend_plainly
 
 ATTENTION = "earl_slot_cache"
 _GROWTH_COLUMNS = 64
 # cuDNN, which torch prefers on Hopper, plans anew for each length, and each token is a new one.
 _WITHOUT_PLANS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+# Numbers (64 MiB in float32) of the scores that exist at a time where plain products make them.
+_SCORES_HELD = 2**24
 
 
 @dataclass
@@ -214,12 +219,38 @@ def _attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """sdpa that never repeats the cached heads: the stock one copies the whole cache for GQA."""
-    attend = attend_on_cpu if query.device.type == "cpu" else attend_on_gpu
-    output = attend(query, key, value, attention_mask, scaling)
+    """sdpa that never repeats the cached heads: the stock one copies the whole cache for GQA. With
+    a soft cap on the scores or sinks (`s_aux`) plain products."""
+    if change := ScoreChange.of(softcap, s_aux):
+        output = _attend_changed(query, key, value, attention_mask, scaling, change)
+    else:
+        attend = attend_on_cpu if query.device.type == "cpu" else attend_on_gpu
+        output = attend(query, key, value, attention_mask, scaling)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_changed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    change: ScoreChange,
+) -> torch.Tensor:
+    """As `attend_on_cpu`, some columns of the query at a time."""
+    rows, heads, _, size = query.shape
+    if mask is None:
+        raise ValueError("the slot cache attends under a mask")
+    step = max(1, _SCORES_HELD // (rows * heads * key.shape[2]))
+    outputs = [
+        attend_plainly(q, key, value, seen[:, :, None], scale or size**-0.5, change)
+        for q, seen in zip(torch.split(query, step, 2), torch.split(mask, step, 2), strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def attend_on_cpu(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from earl_core.config.rollout import MOST_DRAFT_TOKENS
 from earl_core.pretrained.float32_head import Float32Head
 from earl_core.pretrained.grammars import Matcher, grammars_of
+from earl_core.pretrained.logit_transform import NO_TRANSFORM, LogitTransform
 from earl_core.pretrained.routers import Routers, routers_of, unread_routers
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
 from earl_core.rollout.engines.causal_model import NO_PAIRS, PairedLayers, Pairs, load_causal_model
@@ -61,6 +62,7 @@ class TorchEngine(BaseEngine[Pairs]):
         super().__init__(model_directory, EngineSettings(**options))
         self._dtype = resolve_dtype(self._settings.dtype)
         self._head: torch.nn.Module | Float32Head | None = None
+        self._transform = NO_TRANSFORM
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         # One thread computes: calls run one after another while the event loop stays free.
         threads = self._settings.threads or torch.get_num_threads()
@@ -185,6 +187,7 @@ class TorchEngine(BaseEngine[Pairs]):
                     kinds[0],
                 )
         self._take_head(self._model)
+        self._transform = LogitTransform.of(self._model.config)
         if self._settings.adapter_rank is not None:
             self._layers = PairedLayers(self._model)
         self._config_digest = config_digest(self._model.config.to_dict())
@@ -307,7 +310,7 @@ class TorchEngine(BaseEngine[Pairs]):
         hidden = append(self._model, self._cache, rows, pieces, drawn)
         if self._routers is not None:
             self._cache.record(rows, pieces, self._routers)
-        return self._head(hidden)
+        return self._transform(self._head(hidden))
 
     def _forget_finished(self) -> None:
         if self._finished:
