@@ -1,4 +1,4 @@
-"""Parts of a decoder layer that not all models have: states, latent attention and low-rank pairs."""
+"""Parts of a decoder layer that not all models have: states, latent attention, low-rank pairs."""
 
 from __future__ import annotations
 

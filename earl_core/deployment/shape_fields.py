@@ -11,6 +11,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 """Beginnings of `model_type` whose queries come with a gate of the output, as wide as they."""
+_NORMED = ("qwen3", "olmoe")
+"""The same of models that normalise queries and keys whatever their configuration says."""
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5")
 """The same of models whose shared expert has a gate of its own."""
 
@@ -46,6 +48,8 @@ def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     found = fields | _mixture(read, kind, layers) | _mixers(read, kind, layers)
     if len(found) > len(fields):
         # Of plain models these are left out: under 0.1 % of their parameters.
+        norms = kind.startswith(_NORMED) or bool(read.text.get("use_qk_norm"))
+        found["query_key_norms"] = norms
         found["attention_extras"] = _attention_extras(read, kind, found)
     return found
 
@@ -143,13 +147,14 @@ def _layers_with_state(read: _Numbers, layers: int) -> int:
 def _attention_extras(read: _Numbers, kind: str, found: Mapping[str, Any]) -> int:
     """Count a layer's numbers beside attention's matrices: norms of queries and keys, biases,
     sinks."""
-    head, heads, pairs = (found[each] for each in ("head_dim", "attention_heads", "key_value_heads"))
+    head, heads, pairs = (
+        found[each] for each in ("head_dim", "attention_heads", "key_value_heads")
+    )
     queries, keys = head * heads, head * pairs
     extras = heads if kind == "gpt_oss" else 0
-    if kind.startswith("qwen3") or read.text.get("use_qk_norm"):
-        extras += 2 * head
-    elif kind == "olmoe":
-        extras += queries + keys
+    if found["query_key_norms"]:
+        # Those of OLMoE are as wide as all heads together.
+        extras += queries + keys if kind == "olmoe" else 2 * head
     if read.text.get("attention_bias", kind == "gpt_oss") and "latent" not in found:
         extras += queries + 2 * keys
         extras += 0 if kind == "glm4_moe" else found["hidden_size"]

@@ -11,6 +11,7 @@ from pydantic import Field
 from earl_core.deployment.layer_shapes import AdapterShape, LatentShape, Matrix, StateShape
 from earl_core.deployment.shape_fields import shape_fields
 from earl_core.system.settings import Settings
+from earl_core.trajectory.routing import RoutingShape
 
 
 class ModelShape(Settings):
@@ -39,6 +40,9 @@ class ModelShape(Settings):
     dense_layers: int = Field(default=0, description="Layers of a mixture without a router.")
     gated_attention: bool = Field(
         default=False, description="Queries come with a gate of attention's output."
+    )
+    query_key_norms: bool = Field(
+        default=False, description="Queries and keys are normalised; not said of plain models."
     )
     attention_extras: int = Field(
         default=0, description="Numbers beside the matrices of a layer's attention, if counted."
@@ -89,6 +93,11 @@ class ModelShape(Settings):
         return self.layers - (self.states.layers if self.states else 0)
 
     @cached_property
+    def attention_share(self) -> float:
+        """Share of the layers that have attention."""
+        return self.attention_layers / self.layers
+
+    @cached_property
     def routed_layers(self) -> int:
         """Layers with a router."""
         return self.layers - self.dense_layers if self.experts > 1 else 0
@@ -97,6 +106,13 @@ class ModelShape(Settings):
     def feed_forward(self) -> int:
         """Width of the feed-forward layer."""
         return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """What may be recorded of a token; None for a model without routers."""
+        if not self.routed_layers or not self.experts_per_token:
+            return None
+        return RoutingShape(self.routed_layers, self.experts_per_token, self.experts)
 
     @cached_property
     def widths(self) -> dict[str, int]:
@@ -114,6 +130,17 @@ class ModelShape(Settings):
     def expert_width(self) -> int:
         """Width of one expert."""
         return self.expert_size or self.feed_forward
+
+    @cached_property
+    def routed_width(self) -> int:
+        """Width of what a token meets in a routed layer, experts and shared ones together."""
+        return self.experts_per_token * self.expert_width + self.shared_expert_size
+
+    @cached_property
+    def mean_width(self) -> float:
+        """Width of what a token meets in the feed-forward part of a layer, the mean over layers."""
+        dense = self.layers - self.routed_layers
+        return (dense * self.feed_forward + self.routed_layers * self.routed_width) / self.layers
 
     @cached_property
     def _attention_parameters(self) -> int:

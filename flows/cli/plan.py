@@ -175,7 +175,7 @@ def explain_question(
     longest = max(asked.context for asked in loads)
     pairs = AdapterShape(rank=adapter) if adapter else None
     if model:
-        name, shape, why = model, find_model(model).with_adapter(pairs), ""
+        name, shape, why = model, find_model(model, pairs), ""
     else:
         name, shape, why = _fitting(hardware, loads, pairs)
     if longest > shape.max_positions:
@@ -224,10 +224,12 @@ def _devices(hardware: Hardware) -> str:
 
 
 def _need(shape: ModelShape, loads: Sequence[PlannedLoad], value: int) -> Need:
-    """Return the need of shared memory, with a checkpoint every iteration."""
+    """Return the need of shared memory, with a checkpoint every iteration, and the routing of a
+    mixture recorded."""
+    routing = shape.routing.token_bytes if shape.routing is not None else 0
     return Need(
         value * shape.trained_parameters,
-        max(samples_bytes(a.responses, a.context, columns=int(a.reference)) for a in loads),
+        max(samples_bytes(a.responses, a.context, int(a.reference), routing) for a in loads),
         VERSIONS + max(asked.staleness for asked in loads),
     )
 
@@ -277,7 +279,7 @@ def _fitting(
     inside = {
         name: shape.with_adapter(adapter)
         for name, shape in MODELS.items()
-        if shape.max_positions >= longest
+        if shape.max_positions >= longest and not (adapter and shape.experts > 1)
     }
     if not inside:
         raise ConfigError(
@@ -340,11 +342,7 @@ def _print_plan(plan: DeploymentPlan, console: Console) -> None:
 
 
 def _print_considered(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
-    try:
-        tables = candidate_tables(given, plan)
-    except ValueError as error:
-        console.print(f"No other candidates were weighed: {error}")
-        return
+    tables = candidate_tables(given, plan)
     if given.selector.policy != "live_tokens":
         console.print(
             f"\nThe policy {given.selector.policy} does not weigh these; what is predicted of them:"

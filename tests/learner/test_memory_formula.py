@@ -9,7 +9,7 @@ import pytest
 
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.devices import cluster
-from earl_core.selector.model.memory_model import TrainingNeeds
+from earl_core.selector.model.memory import TrainingNeeds
 from tests.learner.fake_peaks import CASES, FEW, MORE, SEVEN_BILLION, Case
 from tests.learner.launched import launch
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from earl_core.deployment.shapes import ModelShape
+from earl_core.selector.model.catalogue import MODELS
 from tests.selector.released import RELEASED
 
 SMALL = {
@@ -106,3 +107,10 @@ def test_a_shape_counts_the_parameters_of_a_family(case: str) -> None:
 def test_a_shape_counts_the_parameters_of_a_released_mixture(name: str) -> None:
     raw = RELEASED[name]
     check(on_meta(raw["model_type"], raw), ModelShape.from_config(raw))
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_catalogue_has_what_a_released_configuration_says(name: str) -> None:
+    known, read = MODELS[name], ModelShape.from_config(RELEASED[name])
+    assert known.model_type == read.model_type.removesuffix("_text")
+    assert known == read.model_copy(update={"model_type": known.model_type})

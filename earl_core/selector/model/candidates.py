@@ -115,7 +115,9 @@ def training_candidates(
             if rest:
                 continue
             reason = ""
-            if shape.attention_heads % (tensor * context):
+            if context > 1 and shape.states is not None:
+                reason = "layers with a state are not spread over context-parallel ranks"
+            elif shape.attention_heads % (tensor * context):
                 reason = (
                     f"{tensor * context} ranks do not divide the {shape.attention_heads} heads, "
                     "which context parallelism spreads over them"
