@@ -13,6 +13,8 @@ _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 """Beginnings of `model_type` whose queries come with a gate of the output, as wide as they."""
 _NORMED = ("qwen3", "olmoe")
 """The same of models that normalise queries and keys whatever their configuration says."""
+_NARROW_GATES = ("qwen", "olmoe", "gpt_oss")
+"""The same of models whose routers give weights of the dtype that computes."""
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5")
 """The same of models whose shared expert has a gate of its own."""
 
@@ -90,6 +92,7 @@ def _mixture(read: _Numbers, kind: str, layers: int) -> dict[str, Any]:
         "shared_expert_size": shared,
         "shared_expert_gate": bool(shared) and kind.startswith(_SHARED_GATE),
         "expert_biases": kind == "gpt_oss",
+        "float32_gates": not kind.startswith(_NARROW_GATES),
         "dense_layers": sum(not _routed(read, layer) for layer in range(layers)),
     }
 

@@ -37,6 +37,9 @@ class ModelShape(Settings):
     )
     shared_expert_gate: bool = False
     expert_biases: bool = Field(default=False, description="Experts and routers have biases.")
+    float32_gates: bool = Field(
+        default=False, description="Experts' outputs are weighted in float32."
+    )
     dense_layers: int = Field(default=0, description="Layers of a mixture without a router.")
     gated_attention: bool = Field(
         default=False, description="Queries come with a gate of attention's output."

@@ -109,7 +109,8 @@ def engine_width(shape: ModelShape, times: int) -> float:
     if not shape.routed_layers:
         return dense
     rows = shape.experts_per_token * shape.hidden_size
-    routed = max(4 * rows, rows + 3 * shape.experts_per_token * shape.expert_width)
+    weighted = 2 * rows if shape.float32_gates else rows
+    routed = max(2 * (rows + weighted), rows + 3 * shape.experts_per_token * shape.expert_width)
     return max(dense, routed + times * shape.shared_expert_size)
 
 

@@ -114,6 +114,7 @@ MODELS: dict[str, ModelShape] = {
         1408,
         shared_expert_size=1408,
         dense_layers=1,
+        float32_gates=True,
         attention_extras=(96 + 2 * 8) * 128,
     ),
     "mixtral-8x7b": _mixture(
@@ -121,6 +122,7 @@ MODELS: dict[str, ModelShape] = {
         8,
         2,
         14336,
+        float32_gates=True,
     ),
     "smollm2-135m": _sized(_SMOLLM2, 576, 30, 9, 3, 1536),
     "smollm2-360m": _sized(_SMOLLM2, 960, 32, 15, 5, 2560),

@@ -67,6 +67,9 @@ class Microbatch:
         self.logit_bytes = model.logit_bytes if needs.mixed else 4
         self.norms = norm_bytes(shape, tensor, needs.mixed)
         self.normalising = 18 * shape.hidden_size / tensor
+        if shape.states is not None:
+            # The norm of its gated output is as wide as the values.
+            self.normalising = max(self.normalising, 16.0 * shape.states.value_size)
         self.products = _Products.of(shape, tensor, needs, self.trained)
         # Keys and values of a whole pack, of which a context rank has a part.
         whole = 2 * self.value * shape.key_value_size * candidate.context_parallel / tensor
@@ -202,11 +205,13 @@ class _Products(NamedTuple):
     @classmethod
     def _routed(cls, shape: ModelShape, value: int) -> _Products:
         """Of experts: rows, one for each expert of a token, are weighted and sorted back, which
-        copies them; later all experts have gradients, and so have the first matrices' outputs."""
+        copies them, some in float32; later all experts have gradients, and so have the outputs of
+        the first matrices."""
         rows = float(value * shape.experts_per_token * shape.hidden_size)
         wide = value * shape.experts_per_token * shape.expert_width
         experts = float(shape.experts * shape.expert_parameters)
         shared = 3 * value * shape.shared_expert_size
-        forward = max(4 * rows, rows + 3 * wide) + shared
+        weighted = 4 / value * rows if shape.float32_gates else rows
+        forward = max(2 * rows + 2 * weighted, rows + 3 * wide) + shared
         kept = routed_bytes(shape, mixed=value == 2)
-        return cls(kept, forward, experts, ((0.0, 3 * rows), (experts, -2.0 * wide)))
+        return cls(kept, forward, experts, ((0.0, 3 * weighted), (experts, -2.0 * wide)))
