@@ -193,9 +193,9 @@ MIXED = [
     _case("qwen3-30b-a3b", 8192, "selective", shard=8),
     _case("glm-4.5-air", 16384, shard=16),
     _case("mixtral-8x7b", 16384, context_parallel=2, shard=4),
+    _case("mixtral-8x7b", 8192, "none", shard=8),
     _case("qwen3.5-9b", 1024, "none", shard=8),
-    _case("qwen3.5-0.8b", 2048, "none", shard=8),
-    _case("qwen3.5-35b-a3b", 1024, shard=8),
+    _case("qwen3.5-35b-a3b", 512, shard=8),
 ]
 """Mixtures of experts, and models with states."""
 

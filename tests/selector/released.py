@@ -76,17 +76,6 @@ QWEN3_5_9B: dict[str, Any] = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
 }
-QWEN3_5_0_8B: dict[str, Any] = {
-    **_QWEN3_5,
-    "model_type": "qwen3_5_text",
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "linear_num_value_heads": 16,
-    "tie_word_embeddings": True,
-}
 QWEN3_5_35B_A3B: dict[str, Any] = {
     **_QWEN3_5,
     "model_type": "qwen3_5_moe_text",
@@ -104,7 +93,6 @@ RELEASED = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "glm-4.5-air": GLM_4_5_AIR,
     "mixtral-8x7b": MIXTRAL_8X7B,
-    "qwen3.5-0.8b": QWEN3_5_0_8B,
     "qwen3.5-9b": QWEN3_5_9B,
     "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
 }

@@ -19,7 +19,7 @@ from earl_core.selector.model.activations import (
     rule_bytes,
 )
 from earl_core.selector.model.memory import Memory, TrainingNeeds
-from earl_core.selector.model.microbatch import Microbatch
+from earl_core.selector.model.microbatch import Microbatch, OnDevice
 from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 
 RUNTIME_BYTES = 2**30
@@ -69,12 +69,24 @@ class MemoryModel:
         """Peak of one update rank. longest: tokens of the longest sample, which no microbatch cuts.
         Its part of the state, the tokens' routing, which may be recorded, and beside them the most
         that a backward pass holds at a time."""
-        work = Microbatch(self, candidate, longest, needs)
+        work = self._microbatch(candidate, longest, needs)
         routing = self.shape.routing
         column = work.tokens * routing.token_bytes if routing is not None else 0.0
         state = self.state(candidate, needs.mixed)
         state = state._replace(activations=column, runtime=self.runtime)
         return max((state.plus(moment) for moment in work.backward()), key=lambda m: m.total)
+
+    def _microbatch(
+        self, candidate: StageDeployment, longest: float, needs: TrainingNeeds
+    ) -> Microbatch:
+        device = OnDevice(
+            kept=self.layer_bytes(candidate, longest, needs.mixed),
+            mean=self.mean_layer_bytes(candidate, longest, needs.mixed),
+            under_way=self.under_way,
+            logit_bytes=self.logit_bytes,
+            rows=self.rows_at_a_time(candidate),
+        )
+        return Microbatch(self.shape, candidate, longest, needs, device)
 
     def state(self, candidate: StageDeployment, mixed: bool) -> Memory:
         """An update rank's part of parameters, gradients and moments, whatever the load: float32
@@ -103,7 +115,7 @@ class MemoryModel:
         if self.shape.adapter is not None:
             state = self.state(candidate, needs.mixed)._replace(gradients=0.0)
         state = state._replace(runtime=self.runtime)
-        work = Microbatch(self, candidate, longest, needs)
+        work = self._microbatch(candidate, longest, needs)
         return max((state.plus(moment) for moment in work.forward()), key=lambda m: m.total)
 
     def vllm(self, candidate: StageDeployment, settings: VllmConfig, value: int = 2) -> Memory:

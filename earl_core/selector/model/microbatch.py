@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from earl_core.deployment.shapes import ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -18,8 +18,17 @@ from earl_core.selector.model.activations import (
 from earl_core.selector.model.memory import Memory, TrainingNeeds
 from earl_core.selector.model.sizes import BYTES_PER_LOGIT
 
-if TYPE_CHECKING:
-    from earl_core.selector.model.memory_model import MemoryModel
+
+class OnDevice(NamedTuple):
+    """What depends on the kind of device. kept, mean: bytes that a token leaves in the largest and
+    in the mean layer. under_way, logit_bytes: as in `MemoryModel`. rows: positions whose logits
+    exist at a time."""
+
+    kept: float
+    mean: float
+    under_way: tuple[float, float]
+    logit_bytes: float
+    rows: int
 
 
 class Microbatch:
@@ -32,9 +41,14 @@ class Microbatch:
     """
 
     def __init__(
-        self, model: MemoryModel, candidate: StageDeployment, longest: float, needs: TrainingNeeds
+        self,
+        shape: ModelShape,
+        candidate: StageDeployment,
+        longest: float,
+        needs: TrainingNeeds,
+        device: OnDevice,
     ) -> None:
-        shape, tensor = model.shape, candidate.tensor_parallel
+        tensor = candidate.tensor_parallel
         self.value = 2 if needs.mixed else 4
         self.mixed, self.tied, self.layers = needs.mixed, shape.tied_embeddings, shape.layers
         self.shared, self.wrapped = candidate.parts > 1, needs.mixed or candidate.parts > 1
@@ -51,8 +65,7 @@ class Microbatch:
         # in one layer.
         self.whole_state = self.value * shape.hidden_size
         self.state = self.whole_state / tensor
-        self.kept = model.layer_bytes(candidate, longest, needs.mixed)
-        mean = model.mean_layer_bytes(candidate, longest, needs.mixed)
+        self.kept, mean = device.kept, device.mean
         selective = selective_layer_bytes(shape, tensor, needs.mixed)
         if needs.compiled:
             self.kept = mean = selective = compiled_layer_bytes(shape, tensor, needs.mixed)
@@ -61,10 +74,10 @@ class Microbatch:
         # Computed again beside what all layers have left.
         lean = rung == "none" or (needs.compiled and rung == "selective")
         self.again = 0.0 if lean else self.kept
-        layers, numbers = model.under_way
+        layers, numbers = device.under_way
         self.layers_under_way = layers * self.kept
         self.table_under_way = numbers * self.trained_table
-        self.logit_bytes = model.logit_bytes if needs.mixed else 4
+        self.logit_bytes = device.logit_bytes if needs.mixed else 4
         self.norms = norm_bytes(shape, tensor, needs.mixed)
         self.normalising = 18 * shape.hidden_size / tensor
         if shape.states is not None:
@@ -77,7 +90,7 @@ class Microbatch:
         self.answers = answers = self.tokens * needs.answered
         self.row = 4 * shape.hidden_size
         # Chunks are as even as can be.
-        chunks = max(1, math.ceil(answers / model.rows_at_a_time(candidate)))
+        chunks = max(1, math.ceil(answers / device.rows))
         self.logits = answers / chunks * shape.vocabulary / tensor
 
     def backward(self) -> Iterator[Memory]:

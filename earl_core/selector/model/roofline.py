@@ -224,7 +224,7 @@ class Roofline:
         norms, a residual sum, turned queries and keys, and the feed-forward layer's activation."""
         shape = self.shape
         # Read and written: sums 3, norms 2 each; turned 2; the gate and its product 3, or 2.
-        split = 2 * (shape.query_size + shape.key_value_size)
+        split = 2.0 * (shape.query_size + shape.key_value_size)
         split += (3 if shape.gated_mlp else 2) * shape.mean_width
         moved = 2.0 * shape.layers * (7 * shape.hidden_size + split / candidate.tensor_parallel)
         bandwidth = self.device.memory_bandwidth * candidate.threads
