@@ -111,7 +111,11 @@ FORMULA = (
     "their time does."
 )
 
-SHAPES = {name: Shape.of(name, model) for name, model in MODELS.items()} | {
+SHAPES = {
+    name: Shape.of(name, model)
+    for name, model in MODELS.items()
+    if not model.experts and model.states is None
+} | {
     shape.name: shape
     for shape in (
         Shape("qwen2.5-0.5b", "qwen2", 896, 4864, 24, 14, 2, 64, 151936),

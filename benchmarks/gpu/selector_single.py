@@ -51,7 +51,7 @@ from earl_core.rollout.engines.engine import GenerationRequest
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.selector.model.candidates import fallbacks, memory_model
 from earl_core.selector.model.devices import is_known
-from earl_core.selector.model.memory_model import TrainingNeeds
+from earl_core.selector.model.memory import TrainingNeeds
 from earl_core.selector.model.sizes import logits_chunk
 from earl_core.system.memory import is_out_of_memory
 from earl_core.tensors.device_speed import measure as measure_device

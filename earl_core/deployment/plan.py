@@ -46,7 +46,7 @@ class DeploymentPlan(Settings):
 
     attempt: how often the iteration's choice was made before this one, because a stage was
     infeasible.
-    predictions: by stage; none where the model is one that nothing can be predicted for.
+    predictions: by stage; none of one that cannot run so.
     fetch_bandwidth: bytes/s that a host fetches from the others; 0: there are no others, or rows
     are dealt as configured.
     division: of the devices, where the selector chooses it, with a reason of its own under

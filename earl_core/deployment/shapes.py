@@ -4,41 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
+from earl_core.deployment.layer_shapes import AdapterShape, LatentShape, Matrix, StateShape
+from earl_core.deployment.shape_fields import shape_fields
 from earl_core.system.settings import Settings
-
-
-class AdapterShape(Settings):
-    """Low-rank pairs, [rank, in] and [out, rank], that are trained beside frozen matrices."""
-
-    rank: int = Field(ge=1)
-    targets: tuple[str, ...] = Field(
-        default=(), description="Ends of the matrices' names; none: all of every decoder layer."
-    )
-
-
-class StateShape(Settings):
-    """Layers that carry a state from token to token in place of attention."""
-
-    layers: int = Field(ge=1, description="Decoder layers with a state; the others have attention.")
-
-
-class Matrix(NamedTuple):
-    """A matrix [outputs, inputs] of a decoder layer. cut: the side that tensor ranks share."""
-
-    inputs: int
-    outputs: int
-    cut: Literal["inputs", "outputs"]
-
-    def pair(self, rank: int, tensor: int = 1) -> float:
-        """Numbers in a pair of this rank beside one tensor rank's part of the matrix: the side that
-        is not cut is whole on each."""
-        inputs = self.inputs / (tensor if self.cut == "inputs" else 1)
-        outputs = self.outputs / (tensor if self.cut == "outputs" else 1)
-        return rank * (inputs + outputs)
+from earl_core.trajectory.routing import RoutingShape
 
 
 class ModelShape(Settings):
@@ -56,9 +29,32 @@ class ModelShape(Settings):
     head_dim: int = Field(default=0, description="0: hidden size over attention heads.")
     tied_embeddings: bool = False
     gated_mlp: bool = True
-    experts: int = Field(default=0, description="Above 1: a mixture, which no formula here knows.")
+    experts: int = Field(default=0, description="Of a layer with a router; above 1: a mixture.")
+    experts_per_token: int = Field(default=0, description="That a router gives a token.")
+    expert_size: int = Field(default=0, description="Width of one; 0: that of a dense layer.")
+    shared_expert_size: int = Field(
+        default=0, description="Width of the experts that all tokens meet, together."
+    )
+    shared_expert_gate: bool = False
+    expert_biases: bool = Field(default=False, description="Experts and routers have biases.")
+    float32_gates: bool = Field(
+        default=False, description="Experts' outputs are weighted in float32."
+    )
+    dense_layers: int = Field(default=0, description="Layers of a mixture without a router.")
+    gated_attention: bool = Field(
+        default=False, description="Queries come with a gate of attention's output."
+    )
+    query_key_norms: bool = Field(
+        default=False, description="Queries and keys are normalised; not said of plain models."
+    )
+    attention_extras: int = Field(
+        default=0, description="Numbers beside the matrices of a layer's attention, if counted."
+    )
     states: StateShape | None = Field(
         default=None, description="Layers that have a state in place of attention."
+    )
+    latent: LatentShape | None = Field(
+        default=None, description="Queries, keys and values are made of latents."
     )
     adapter: AdapterShape | None = Field(
         default=None, description="The pairs that are trained in place of the model."
@@ -68,75 +64,139 @@ class ModelShape(Settings):
     def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
         """Make the shape of the mapping in a Hugging Face `config.json`. Raises `ValueError` when a
         number is missing or no model has it."""
-        if not isinstance(raw, Mapping):
-            raise ValueError("the model's config.json has no keys")
-        nested = raw.get("text_config")
-        text: Mapping[str, Any] = nested if isinstance(nested, dict) else raw
+        return cls(**shape_fields(raw))
 
-        def number(*names: str, default: int | None = None, least: int = 1) -> int:
-            for name in names:
-                value = text.get(name)
-                if isinstance(value, int) and not isinstance(value, bool):
-                    if value < least:
-                        raise ValueError(f"{name} is {value}, and must be at least {least}")
-                    return value
-            if default is None:
-                raise ValueError(f"the model's config.json has none of {', '.join(names)}")
-            return default
-
-        heads, hidden = number("num_attention_heads", "n_head"), number("hidden_size", "n_embd")
-        if hidden < heads:
-            raise ValueError(f"{heads} attention heads share a hidden size of only {hidden}")
-        layers = number("num_hidden_layers", "n_layer")
-        kinds, every = (
-            text.get("layer_types"),
-            number("full_attention_interval", default=0, least=0),
-        )
-        if isinstance(kinds, list):
-            with_state = kinds.count("linear_attention")
-        else:
-            # Released files of Qwen3-Next say it by the distance of layers with attention.
-            with_state = layers - layers // every if every else 0
-        gated = "intermediate_size" in text and raw.get("model_type") not in ("gpt_neox", "opt")
-        return cls(
-            model_type=str(raw.get("model_type", "unknown")),
-            hidden_size=hidden,
-            layers=layers,
-            states=StateShape(layers=with_state) if with_state else None,
-            attention_heads=heads,
-            key_value_heads=number("num_key_value_heads", default=heads),
-            vocabulary=number("vocab_size"),
-            max_positions=number("max_position_embeddings", "n_positions", default=2**20),
-            intermediate_size=number("intermediate_size", "n_inner", default=4 * hidden, least=0),
-            head_dim=number("head_dim", default=hidden // heads, least=0),
-            tied_embeddings=bool(text.get("tie_word_embeddings", raw.get("model_type") == "gpt2")),
-            gated_mlp=gated,
-            experts=number(
-                "num_local_experts", "num_experts", "n_routed_experts", default=0, least=0
-            ),
-        )
+    @cached_property
+    def head_size(self) -> int:
+        """Width of a query head, and of a key head."""
+        if self.latent is not None:
+            return self.latent.key_dim
+        return self.head_dim or self.hidden_size // self.attention_heads
 
     @cached_property
     def query_size(self) -> int:
         """Width of all query heads together."""
-        return self.attention_heads * (self.head_dim or self.hidden_size // self.attention_heads)
+        return self.attention_heads * self.head_size
+
+    @cached_property
+    def output_size(self) -> int:
+        """Width of attention's output, which the last of its matrices reads."""
+        return self.attention_heads * (self.latent.value_dim if self.latent else self.head_size)
 
     @cached_property
     def key_value_size(self) -> int:
-        """Width of all key heads together; the value heads are as wide."""
-        return self.key_value_heads * (self.head_dim or self.hidden_size // self.attention_heads)
+        """Width of all key heads together; the value heads are as wide, or it is the mean."""
+        if self.latent is not None:
+            return (self.query_size + self.output_size) // 2
+        return self.key_value_heads * self.head_size
+
+    @cached_property
+    def attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.layers - (self.states.layers if self.states else 0)
+
+    @cached_property
+    def attention_share(self) -> float:
+        """Share of the layers that have attention."""
+        return self.attention_layers / self.layers
+
+    @cached_property
+    def routed_layers(self) -> int:
+        """Layers with a router."""
+        return self.layers - self.dense_layers if self.experts > 1 else 0
 
     @cached_property
     def feed_forward(self) -> int:
         """Width of the feed-forward layer."""
         return self.intermediate_size or 4 * self.hidden_size
 
+    @property
+    def routing(self) -> RoutingShape | None:
+        """What may be recorded of a token; None for a model without routers."""
+        if not self.routed_layers or not self.experts_per_token:
+            return None
+        return RoutingShape(self.routed_layers, self.experts_per_token, self.experts)
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """The widths that tensor ranks share in feed-forward parts of this model, by their name."""
+        found = {}
+        if self.routed_layers < self.layers:
+            found["feed-forward"] = self.feed_forward
+        if self.routed_layers:
+            found["expert"] = self.expert_width
+            if self.shared_expert_size:
+                found["shared expert"] = self.shared_expert_size
+        return found
+
+    @cached_property
+    def expert_width(self) -> int:
+        """Width of one expert."""
+        return self.expert_size or self.feed_forward
+
+    @cached_property
+    def routed_width(self) -> int:
+        """Width of what a token meets in a routed layer, experts and shared ones together."""
+        return self.experts_per_token * self.expert_width + self.shared_expert_size
+
+    @cached_property
+    def mean_width(self) -> float:
+        """Width of what a token meets in the feed-forward part of a layer, the mean over layers."""
+        dense = self.layers - self.routed_layers
+        return (dense * self.feed_forward + self.routed_layers * self.routed_width) / self.layers
+
+    @cached_property
+    def _attention_parameters(self) -> int:
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden_size, self.attention_heads)
+        queries = (2 if self.gated_attention else 1) * self.query_size
+        sizes = queries + 2 * self.key_value_size + self.output_size
+        return self.hidden_size * sizes + self.attention_extras
+
+    @cached_property
+    def _state_parameters(self) -> int:
+        return self.states.parameters(self.hidden_size) if self.states else 0
+
+    @cached_property
+    def _dense_parameters(self) -> int:
+        return (3 if self.gated_mlp else 2) * self.hidden_size * self.feed_forward
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert."""
+        biases = 2 * self.expert_width + self.hidden_size if self.expert_biases else 0
+        return 3 * self.hidden_size * self.expert_width + biases
+
+    def _routed_parameters(self, experts: int) -> int:
+        """Parameters of a layer's feed-forward part of which so many experts are counted."""
+        hidden = self.hidden_size
+        router = self.experts * (hidden + (1 if self.expert_biases else 0))
+        shared = 3 * hidden * self.shared_expert_size + hidden * self.shared_expert_gate
+        return experts * self.expert_parameters + router + shared
+
+    def _in_layers(self, experts: int) -> int:
+        """Parameters of all decoder layers, of whose experts so many are counted."""
+        states = self.layers - self.attention_layers
+        mixing = (
+            self.attention_layers * self._attention_parameters + states * self._state_parameters
+        )
+        dense = (self.layers - self.routed_layers) * self._dense_parameters
+        routed = self.routed_layers and self.routed_layers * self._routed_parameters(experts)
+        return mixing + dense + routed + 2 * self.layers * self.hidden_size
+
     @cached_property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: attention, feed-forward, two norms; no biases."""
-        attention = self.hidden_size * 2 * (self.query_size + self.key_value_size)
-        matrices = 3 if self.gated_mlp else 2
-        return attention + matrices * self.hidden_size * self.feed_forward + 2 * self.hidden_size
+        """Parameters of one decoder layer that work for a token; the mean where layers differ."""
+        return self._in_layers(self.experts_per_token) // self.layers
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Parameters of the largest decoder layer, with all of its experts."""
+        states = self._state_parameters if self.states else 0
+        mixing = max(states, self._attention_parameters if self.attention_layers else 0)
+        dense = self._dense_parameters if self.routed_layers < self.layers else 0
+        routed = self._routed_parameters(self.experts) if self.routed_layers else 0
+        return mixing + max(dense, routed) + 2 * self.hidden_size
 
     @cached_property
     def embedding_parameters(self) -> int:
@@ -145,9 +205,18 @@ class ModelShape(Settings):
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters; biases, under 0.1 % in these models, are left out."""
+        """All parameters. Biases and the norms of queries and keys, under 0.1 %, are left out of
+        plain models; mixtures and models with states are counted to the last one."""
+        return self._with_tables(self._in_layers(self.experts))
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that work for one token: of a layer's experts those that it is given."""
+        return self._with_tables(self._in_layers(self.experts_per_token))
+
+    def _with_tables(self, layers: int) -> int:
         tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
-        return tables + self.layers * self.layer_parameters + self.hidden_size
+        return tables + layers + self.hidden_size
 
     def with_adapter(self, adapter: AdapterShape | None) -> ModelShape:
         """The same model, of which an adapter is trained alone, or with None all of it."""
@@ -194,16 +263,10 @@ class ModelShape(Settings):
         return round(self.layers * self.pair_parameters())
 
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers and heads in bf16, bytes."""
-        return 4 * self.layers * self.key_value_size
-
-    def require_dense(self) -> None:
-        """Raise `ValueError` for a mixture of experts, whose memory no formula knows."""
-        if self.experts > 1:
-            raise ValueError(
-                f"this {self.model_type} model is a mixture of {self.experts} experts, whose "
-                "memory and speed the selector cannot predict: use selector.policy `fixed`"
-            )
+        """Keys and values of one token over all layers with attention and heads in bf16, bytes; of
+        latent attention what vLLM's cache keeps in their place."""
+        numbers = self.latent.cached if self.latent else 2 * self.key_value_size
+        return 2 * self.attention_layers * numbers
 
 
 class DeviceFigures(Settings):

@@ -59,15 +59,9 @@ def read_model_shape(directory: Path) -> ModelShape:
 
 
 def stored_routing(directory: Path) -> RoutingShape | None:
-    """What is recorded of a token if all layers have routers; None for a model without experts.
-    Raises as `read_model_shape`."""
-    shape = read_model_shape(directory)
-    raw = json.loads(read_text(directory / "config.json", str(directory)))
-    text = raw.get("text_config") or raw
-    chosen = text.get("num_experts_per_tok")
-    if shape.experts < 2 or not isinstance(chosen, int):
-        return None
-    return RoutingShape(shape.layers, chosen, shape.experts)
+    """What may be recorded of a token; None for a model without routers. Raises as
+    `read_model_shape`."""
+    return read_model_shape(directory).routing
 
 
 def published_bytes(directory: Path, dtype: str) -> int:

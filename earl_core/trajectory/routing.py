@@ -30,6 +30,11 @@ class RoutingShape:
         return "uint8" if fits else "int16"
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's numbers."""
+        return self.width * np.dtype(self.dtype).itemsize
+
+    @property
     def unrecorded(self) -> int:
         """The number of a token without a record."""
         return int(np.iinfo(self.dtype).max)

@@ -175,7 +175,7 @@ def explain_question(
     longest = max(asked.context for asked in loads)
     pairs = AdapterShape(rank=adapter) if adapter else None
     if model:
-        name, shape, why = model, find_model(model).with_adapter(pairs), ""
+        name, shape, why = model, find_model(model, pairs), ""
     else:
         name, shape, why = _fitting(hardware, loads, pairs)
     if longest > shape.max_positions:
@@ -224,10 +224,12 @@ def _devices(hardware: Hardware) -> str:
 
 
 def _need(shape: ModelShape, loads: Sequence[PlannedLoad], value: int) -> Need:
-    """Return the need of shared memory, with a checkpoint every iteration."""
+    """Return the need of shared memory, with a checkpoint every iteration, and the routing of a
+    mixture recorded."""
+    routing = shape.routing.token_bytes if shape.routing is not None else 0
     return Need(
         value * shape.trained_parameters,
-        max(samples_bytes(a.responses, a.context, columns=int(a.reference)) for a in loads),
+        max(samples_bytes(a.responses, a.context, int(a.reference), routing) for a in loads),
         VERSIONS + max(asked.staleness for asked in loads),
     )
 
@@ -254,6 +256,28 @@ def _adapter(shape: ModelShape) -> str:
     )
 
 
+def _state(shape: ModelShape, hardware: Hardware) -> str:
+    """Say what decides on how many devices a model can be trained, whatever the load is."""
+    size = 16 * shape.parameters / 1e9
+    text = (
+        f"Float32 weights, gradients and two Adam moments are 16 bytes x "
+        f"{shape.parameters / 1e9:.3g} B parameters, {size:,.1f} GB, and so at least "
+        f"{size / hardware.devices:,.1f} GB on each of {plural(hardware.devices, 'device')}."
+    )
+    if shape.experts > 1:
+        text += (
+            f" For a token {shape.active_parameters / 1e9:.3g} B of them work: "
+            f"{shape.experts_per_token} of a layer's {shape.experts} experts. A rank that computes "
+            f"a layer gathers all of them, {2 * shape.largest_layer / 1e9:.2f} GB in bf16."
+        )
+    if shape.states is not None:
+        text += (
+            f" {shape.states.layers} of {shape.layers} layers have a state in place of a cache: "
+            f"{shape.states.sequence_bytes(2) / 2**20:.1f} MiB of a sequence, however long it is."
+        )
+    return text
+
+
 def _plain(name: str, asked: PlannedLoad, given: SelectionInput) -> dict[str, Any]:
     return {
         "model": name,
@@ -277,7 +301,7 @@ def _fitting(
     inside = {
         name: shape.with_adapter(adapter)
         for name, shape in MODELS.items()
-        if shape.max_positions >= longest
+        if shape.max_positions >= longest and not (adapter and shape.experts > 1)
     }
     if not inside:
         raise ConfigError(
@@ -340,11 +364,9 @@ def _print_plan(plan: DeploymentPlan, console: Console) -> None:
 
 
 def _print_considered(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
-    try:
-        tables = candidate_tables(given, plan)
-    except ValueError as error:
-        console.print(f"No other candidates were weighed: {error}")
-        return
+    tables = candidate_tables(given, plan)
+    if given.model.adapter is None:
+        console.print(f"\n{_state(given.model, given.hardware)}")
     if given.selector.policy != "live_tokens":
         console.print(
             f"\nThe policy {given.selector.policy} does not weigh these; what is predicted of them:"

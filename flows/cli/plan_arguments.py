@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from earl_core.deployment.layer_shapes import AdapterShape
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.model.catalogue import MODELS, known_model
 from earl_core.selector.model.devices import DEVICES, cluster, find_devices
@@ -14,11 +15,21 @@ from earl_core.system.outside import read_text
 from earl_core.system.similar import meant
 
 
-def find_model(name: str) -> ModelShape:
-    """A well-known shape by name, or that of a directory with a config.json."""
-    known = known_model(name)
-    if known is not None:
-        return known
+def find_model(name: str, adapter: AdapterShape | None = None) -> ModelShape:
+    """A well-known shape by name, or that of a directory with a config.json, with an adapter.
+    Raises `ConfigError` for neither, and for an adapter that nothing trains."""
+    shape = known_model(name) or _shape_in(name)
+    if adapter is None:
+        return shape
+    if shape.experts > 1:
+        raise ConfigError(
+            f"{name} is a mixture of {shape.experts} experts, beside which no adapter is trained: "
+            "leave --adapter out, or choose a dense model"
+        )
+    return shape.with_adapter(adapter)
+
+
+def _shape_in(name: str) -> ModelShape:
     file = Path(name)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
@@ -28,9 +39,7 @@ def find_model(name: str) -> ModelShape:
             remedy=meant(name, MODELS).strip(),
         )
     try:
-        shape = ModelShape.from_config(json.loads(read_text(file, str(file))))
-        shape.require_dense()
-        return shape
+        return ModelShape.from_config(json.loads(read_text(file, str(file))))
     except ValueError as error:
         raise ConfigError(f"{file} cannot be used: {error}") from error
 

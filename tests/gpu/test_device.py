@@ -18,7 +18,7 @@ from earl_core.deployment.stage_deployment import Checkpointing, StageDeployment
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.devices import device_of, is_known
-from earl_core.selector.model.memory_model import TrainingNeeds
+from earl_core.selector.model.memory import TrainingNeeds
 from earl_core.system.gpus import driver_version, visible_gpus
 from earl_core.system.hardware import read_resources
 from earl_core.tensors import device_speed

@@ -24,7 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from earl_core.config.model import AdapterConfig
 from earl_core.config.update import UpdateConfig
@@ -43,6 +48,7 @@ from earl_core.learner.state.optimizer import PolicyOptimizer
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.sizes import positions_at_a_time
 from earl_core.tensors.slices import local_part
+from tests.selector.released import RELEASED
 from tools.shapes import Shape
 
 RUNG_TOKENS = 8192
@@ -106,7 +112,14 @@ class Held(TorchDispatchMode):
 
 def shape_of(model: str, **sizes: int) -> ModelShape:
     """A known shape with other sizes; a copy would keep what was worked out for the old ones."""
+    if model in RELEASED:
+        return ModelShape.from_config(released(model, sizes["layers"]))
     return ModelShape(**{**MODELS[model].model_dump(), **sizes})
+
+
+def released(model: str, layers: int) -> dict[str, Any]:
+    """A released configuration of so many layers."""
+    return {**RELEASED[model], "num_hidden_layers": layers}
 
 
 class Case(NamedTuple):
@@ -122,6 +135,13 @@ class Case(NamedTuple):
     @property
     def shape(self) -> ModelShape:
         return shape_of(self.model, layers=self.layers).with_adapter(self.adapter)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        if self.model not in RELEASED:
+            return Shape.of("", self.shape).config(self.shape.max_positions)
+        raw = released(self.model, self.layers)
+        return CONFIG_MAPPING[raw["model_type"]](**raw)
 
     def __str__(self) -> str:
         precision = "bf16" if self.mixed else "fp32"
@@ -166,6 +186,18 @@ CASES = [
     _case("llama-3.1-8b", 8192, "none", mixed=False, shard=8, adapter=_PAIRS),
 ]
 """One whole depth, which says that the others, of four layers, tell of all."""
+
+MIXED = [
+    _case("qwen3-30b-a3b", 8192, shard=8),
+    _case("qwen3-30b-a3b", 8192, "none", shard=8),
+    _case("qwen3-30b-a3b", 8192, "selective", shard=8),
+    _case("glm-4.5-air", 16384, shard=16),
+    _case("mixtral-8x7b", 16384, context_parallel=2, shard=4),
+    _case("mixtral-8x7b", 8192, "none", shard=8),
+    _case("qwen3.5-9b", 1024, "none", shard=8),
+    _case("qwen3.5-35b-a3b", 512, shard=8),
+]
+"""Mixtures of experts, and models with states."""
 
 MORE = [
     _case("qwen2.5-1.5b", 4096, "none", shard=2),
@@ -237,6 +269,11 @@ def most_peaks(scratch: Path) -> dict[str, int]:
     return {str(case): _peak(case) for case in CASES}
 
 
+def mixed_peaks(scratch: Path) -> dict[str, int]:
+    """The peak of each of `MIXED`, bytes."""
+    return {str(case): _peak(case) for case in MIXED}
+
+
 def more_peaks(scratch: Path) -> dict[str, int]:
     """The peak of each of `MORE`, bytes."""
     return {str(case): _peak(case) for case in MORE}
@@ -245,13 +282,17 @@ def more_peaks(scratch: Path) -> dict[str, int]:
 def _peak(case: Case) -> int:
     try:
         with _as_on_a_gpu():
-            return update_peak(case.shape, case.deployment, case.mixed, case.compiled)
+            return update_peak(case.shape, case.deployment, case.mixed, case.compiled, case.config)
     finally:
         dist.destroy_process_group()
 
 
 def update_peak(
-    shape: ModelShape, deployment: StageDeployment, mixed: bool = True, compiled: bool = False
+    shape: ModelShape,
+    deployment: StageDeployment,
+    mixed: bool = True,
+    compiled: bool = False,
+    config: PretrainedConfig | None = None,
 ) -> int:
     """Bytes of rank 0 in the microbatches of a later step: parts, moments, gradients and what is
     made on the way. One sample fills a microbatch, and all of it is trained.
@@ -259,7 +300,7 @@ def update_peak(
     dist.init_process_group("fake", rank=0, world_size=deployment.ranks)
     mesh = UpdateMesh(deployment, 0, torch.device("cpu"))
     mesh._connect()
-    config = Shape.of("", shape).config(shape.max_positions)
+    config = config or Shape.of("", shape).config(shape.max_positions)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         settle(model)

@@ -26,7 +26,7 @@ from earl_core.selector.model.activations import pair_bytes
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import cluster, device_of
-from earl_core.selector.model.memory_model import TrainingNeeds
+from earl_core.selector.model.memory import TrainingNeeds
 from earl_core.selector.model.roofline import Load, Roofline
 from flows.cli.app import app
 from tests.selector.examples import given
@@ -263,6 +263,9 @@ def test_a_runs_input_published_bytes_and_profile_know_its_adapter(directory: Pa
     assert len(marks) == 3
 
 
+MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["plan", *arguments])
     return result.exit_code, " ".join(result.output.split())
@@ -280,7 +283,7 @@ def test_earl_plan_offers_adapters_and_says_why(directory: Path) -> None:
     code, text = run("--hardware", "4xh100", "--context", "16K", "--adapter", "16")
     assert code == 0, text
     file = directory / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "num_local_experts": 8}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **MIXTURE}))
     code, text = run("--model", str(directory), "--adapter", "16")
     assert code == 2
     assert "a mixture of 8 experts" in text

@@ -21,9 +21,9 @@ from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.cpu import CpuMemoryModel
 from earl_core.selector.model.devices import cluster
+from earl_core.selector.model.memory import TrainingNeeds
 from earl_core.selector.model.memory_model import (
     MemoryModel,
-    TrainingNeeds,
     kv_bytes_per_token,
 )
 from earl_core.selector.model.sizes import logits_chunk, positions_at_a_time
@@ -199,8 +199,10 @@ def test_a_shape_is_read_from_a_config() -> None:
     }
     found = ModelShape.from_config(raw)
     assert found.parameters == MODELS["smollm2-135m"].parameters
-    with pytest.raises(ValueError, match="mixture of 8 experts"):
-        ModelShape.from_config({**raw, "num_experts": 8}).require_dense()
+    with pytest.raises(ValueError, match="num_experts_per_tok"):
+        ModelShape.from_config({**raw, "num_experts": 8})
+    with pytest.raises(ValueError, match="9 experts of only 8"):
+        ModelShape.from_config({**raw, "num_experts": 8, "num_experts_per_tok": 9})
     with pytest.raises(ValueError, match="vocab_size"):
         ModelShape.from_config({k: v for k, v in raw.items() if k != "vocab_size"})
 

@@ -141,6 +141,11 @@ PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.3-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "glm-4.5-air": 106_852_251_264,
+    "mixtral-8x7b": 46_702_792_704,
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
@@ -154,7 +159,6 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_give_the_published_numbers_of_parameters(name: str) -> None:
-    MODELS[name].require_dense()
     assert MODELS[name].parameters == pytest.approx(PUBLISHED[name], rel=1e-4)
     assert find_model(f"org/{name.upper()}-Instruct") is MODELS[name]
 

@@ -54,12 +54,8 @@ def unknown_speeds(profile: ProfileTable) -> str:
 
 def no_plan(given: SelectionInput) -> str:
     """Say why no plan can be made of the input of a first choice; empty: one can."""
-    if given.model.experts > 1:
-        return "the speed of a mixture of experts cannot be predicted"
     try:
         choose_as_far_as_it_fits(given)
     except NoFeasiblePlan as error:
         return str(error).partition("\n")[0]
-    except ValueError as error:
-        return f"nothing can be predicted of the model: {error}"
     return ""

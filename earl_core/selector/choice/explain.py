@@ -23,9 +23,9 @@ from earl_core.selector.choice.selection import SelectionInput, Statistics
 from earl_core.selector.model.activations import standard_activation_bytes
 from earl_core.selector.model.candidates import RuledOut
 from earl_core.selector.model.devices import device_of
+from earl_core.selector.model.memory import TrainingNeeds
 from earl_core.selector.model.memory_model import (
     MemoryModel,
-    TrainingNeeds,
     gib,
     kv_bytes_per_token,
 )
@@ -92,8 +92,7 @@ class Considered(NamedTuple):
 def considered(given: SelectionInput, plan: DeploymentPlan | None = None) -> Considered:
     """Every candidate under this input. plan: the one taken; by default what the policy takes.
 
-    Pure, like the choice itself. Raises `NoFeasiblePlan` when there is no plan to take,
-    `ValueError` for a model that nothing can be predicted for.
+    Pure, like the choice itself. Raises `NoFeasiblePlan` when there is no plan to take.
     """
     plan = plan or select(given)
     predictor = Predictor(given, division=plan.division)

@@ -69,11 +69,7 @@ def fixed(given: SelectionInput) -> DeploymentPlan:
     """Every stage as configured, with what is predicted of it. Raises `NoFeasiblePlan` for what
     cannot fit a GPU whatever the load is."""
     plan = fixed_plan(given)
-    try:
-        predictor = Predictor(given)
-    except ValueError:
-        # A mixture of experts runs as configured, though nothing can be said of it.
-        return plan
+    predictor = Predictor(given)
     if not predictor.memory.shared:
         for stage in ("update", "rollout"):
             _check_own_part(predictor, predictor.candidate_of(plan[stage]))

@@ -17,7 +17,8 @@ from earl_core.selector.choice.prediction import Prediction
 from earl_core.selector.choice.selection import SelectionInput, model_length
 from earl_core.selector.model.candidates import candidate_of, memory_model
 from earl_core.selector.model.devices import device_of
-from earl_core.selector.model.memory_model import Memory, TrainingNeeds, gib, kv_bytes_per_token
+from earl_core.selector.model.memory import Memory, TrainingNeeds
+from earl_core.selector.model.memory_model import gib, kv_bytes_per_token
 from earl_core.selector.model.roofline import Load, Roofline
 from earl_core.selector.model.scoring import Scoring
 from earl_core.selector.profile.profile_table import (
@@ -35,8 +36,7 @@ class Predictor:
     now, ahead: the load of the next iteration, and that at the end of the forecast, which every
     candidate must fit. configured: what `fixed` would take. forbidden: what ran out of memory in
     this run under no more than that. roofline: another one than the default, for comparisons.
-    division: of the devices; None: the configured one. Raises `ValueError` for a model of which
-    nothing can be predicted.
+    division: of the devices; None: the configured one.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class Predictor:
         roofline: Roofline | None = None,
         division: Division | None = None,
     ) -> None:
-        given.model.require_dense()
         self.division = division or given.stages.division
         stages = given.stages.model_copy(update={"placement": self.division.placement})
         given = given.model_copy(update={"stages": stages})

@@ -62,16 +62,12 @@ def with_fitting_microbatch(given: SelectionInput) -> SelectionInput:
         return given
     size = given.update.tokens_per_microbatch(given.hardware.gpus > 0)
     if given.hardware.gpus:
-        try:
-            predictor = Predictor(given)
-        except ValueError:  # no formula knows this model's memory
-            size = given.update.tokens_per_microbatch(gpu=False)
-        else:
-            mesh = predictor.candidate_of(predictor.configured["update"])
-            # Below the longest sample all sizes are alike.
-            least = max(_LEAST_TOKENS, predictor.ahead.longest)
-            while size > least and not predictor.fits(_with_microbatch(mesh, size)):
-                size //= 2
+        predictor = Predictor(given)
+        mesh = predictor.candidate_of(predictor.configured["update"])
+        # Below the longest sample all sizes are alike.
+        least = max(_LEAST_TOKENS, predictor.ahead.longest)
+        while size > least and not predictor.fits(_with_microbatch(mesh, size)):
+            size //= 2
     update = given.update.model_copy(update={"max_tokens_per_microbatch": size})
     return given.model_copy(update={"update": update})
 

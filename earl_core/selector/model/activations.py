@@ -7,7 +7,11 @@ all; each pair keeps its product of `rank` numbers besides.
 
 from __future__ import annotations
 
+from earl_core.deployment.layer_shapes import StateShape
 from earl_core.deployment.shapes import ModelShape
+
+CHUNK = 64
+"""Tokens that a gated delta rule takes together."""
 
 
 def standard_activation_bytes(shape: ModelShape, tokens: int) -> float:
@@ -18,22 +22,96 @@ def standard_activation_bytes(shape: ModelShape, tokens: int) -> float:
 
 
 def layer_activation_bytes(shape: ModelShape, tensor: int = 1, mixed: bool = True) -> float:
-    """Count the bytes that one token leaves in one layer for the backward pass, on one device.
+    """Count the bytes that one token leaves in the largest layer for the backward pass, on one
+    device: of two norms, of what mixes tokens, and of the feed-forward part. Tensor parallel ranks
+    share all but what their matrices read."""
+    mixing = attention_bytes(shape, mixed) if shape.attention_layers else 0.0
+    if shape.states is not None:
+        mixing = max(mixing, state_layer_bytes(shape.states, mixed))
+    products = (
+        routed_bytes(shape, mixed)
+        if shape.routed_layers
+        else feed_forward_bytes(shape, tensor, mixed)
+    )
+    beside = norm_bytes(shape, tensor, mixed) + pair_bytes(shape, mixed)
+    return mixing / tensor + products + beside
 
-    Two norms; query, key, value, attention output and its log-sum; four feed-forward products (two
-    without a gate). Tensor parallel ranks share all but what their matrices read.
-    """
+
+def mean_activation_bytes(shape: ModelShape, tensor: int = 1, mixed: bool = True) -> float:
+    """The same of the mean layer."""
+    attention, routed = shape.attention_share, shape.routed_layers / shape.layers
+    mixing = attention * attention_bytes(shape, mixed)
+    if shape.states is not None:
+        mixing += (1 - attention) * state_layer_bytes(shape.states, mixed)
+    products = (1 - routed) * feed_forward_bytes(shape, tensor, mixed)
+    if routed:
+        products += routed * routed_bytes(shape, mixed)
+    beside = norm_bytes(shape, tensor, mixed) + pair_bytes(shape, mixed)
+    return mixing / tensor + products + beside
+
+
+def attention_bytes(shape: ModelShape, mixed: bool) -> float:
+    """Count the bytes that a token leaves in the attention of a layer: query, key, value, output
+    and its log-sum; of norms of queries and keys input in float32 and normalised input; of a gate
+    its sigmoid and the product; of latents what their norms keep and give."""
     value = 2 if mixed else 4
-    attention = 2 * (shape.query_size + shape.key_value_size) * value + 4 * shape.attention_heads
-    split = attention / tensor + feed_forward_bytes(shape, tensor, mixed)
-    return norm_bytes(shape, tensor, mixed) + split + pair_bytes(shape, mixed)
+    kept = shape.query_size + 2 * shape.key_value_size + shape.output_size
+    if shape.gated_attention:
+        kept += 2 * shape.output_size
+    normed = shape.query_size + shape.key_value_size if shape.query_key_norms else 0
+    if shape.latent is not None:
+        normed += shape.latent.query_rank + shape.latent.key_value_rank
+        kept += shape.latent.query_rank + shape.latent.key_value_rank
+    return kept * value + 4 * shape.attention_heads + normed * (4 + value)
+
+
+def state_layer_bytes(states: StateShape, mixed: bool) -> float:
+    """Count the bytes that a token leaves in the mixing of a layer with a state, as transformers'
+    torch form computes it: before the convolution and after it, the rule's numbers, and in the
+    norm of its gated output three in float32 and three others. The kernels of
+    flash-linear-attention keep less."""
+    value = 2 if mixed else 4
+    outside = value * (2 * states.mixed_size + 3 * states.value_size) + 12 * states.value_size
+    return outside + rule_bytes(states)
+
+
+def rule_bytes(states: StateShape) -> float:
+    """Count the bytes of a token in a gated delta rule by chunks, all in float32: eight as wide as
+    the keys of all value heads and three as wide as their values, five rows of products between
+    the tokens of a chunk, and its share of the chunk's state."""
+    keys = states.value_heads * states.key_dim
+    numbers = 8 * keys + 3 * states.value_size + 5 * CHUNK * states.value_heads
+    return 4.0 * (numbers + states.numbers / CHUNK)
 
 
 def feed_forward_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """Count the bytes that a token leaves in the feed-forward part of a layer: the input and the
+    """Count the bytes that a token leaves in a dense feed-forward part: the input and the
     output of its activation, and with a gate the other factor of the product and the product."""
     kept = (4 if shape.gated_mlp else 2) - (not _read(shape, "down_proj"))
     return kept * shape.feed_forward * (2 if mixed else 4) / tensor
+
+
+def routed_bytes(shape: ModelShape, mixed: bool) -> float:
+    """Count the bytes that a token leaves in a routed feed-forward part: for each of its experts
+    the input, which is sorted by expert, four products as in a dense part, and the output, which is
+    weighted; the router's probabilities in float32; of shared experts the same products, and before
+    a gate their output."""
+    kept = shape.experts_per_token * 2 * shape.hidden_size + 4 * shape.routed_width
+    if shape.shared_expert_gate:
+        kept += shape.hidden_size
+    return kept * (2 if mixed else 4) + 4 * shape.experts
+
+
+def engine_width(shape: ModelShape, times: int) -> float:
+    """Count the numbers of a token in the feed-forward part of an engine's pass that keeps nothing:
+    so many times the width; of experts rows that are sorted, put out, weighted and sorted back."""
+    dense = times * shape.feed_forward if shape.routed_layers < shape.layers else 0
+    if not shape.routed_layers:
+        return dense
+    rows = shape.experts_per_token * shape.hidden_size
+    weighted = 2 * rows if shape.float32_gates else rows
+    routed = max(2 * (rows + weighted), rows + 3 * shape.experts_per_token * shape.expert_width)
+    return max(dense, routed + times * shape.shared_expert_size)
 
 
 def norm_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
@@ -59,30 +137,43 @@ def _read(shape: ModelShape, *names: str) -> bool:
 
 
 def selective_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """Bytes that a token leaves in a layer under selective checkpointing, on one device.
+    """Bytes that a token leaves in the mean layer under selective checkpointing, on one device.
 
     The layer's input; the products: query, key, value, output, gate, up and down; attention's
-    output and its log-sum. Tensor parallel ranks share all but the results of output and down
-    before they are added up over the ranks. The product of a pair's B is computed again.
+    output and its log-sum; of a layer with a state its products; of experts also the router's, and
+    each one's output. Tensor parallel ranks share all but the results of output and down before
+    they are added up over the ranks. The product of a pair's B is computed again.
     """
-    value = 2 if mixed else 4
-    split = (3 if tensor > 1 else 1) * shape.hidden_size + 2 * (
-        shape.query_size + shape.key_value_size
-    )
-    split += (2 if shape.gated_mlp else 1) * shape.feed_forward
-    split_bytes = (value * split + 4 * shape.attention_heads) / tensor
+    value, routed = 2 if mixed else 4, shape.routed_layers / shape.layers
+    split = (3 if tensor > 1 else 1) * shape.hidden_size + _mixed_sizes(shape)
+    split += (2 if shape.gated_mlp else 1) * shape.mean_width
+    split += routed * (shape.experts_per_token * shape.hidden_size + shape.experts)
+    split_bytes = (value * split + 4 * shape.attention_share * shape.attention_heads) / tensor
     return 2 * value * shape.hidden_size + split_bytes + pair_bytes(shape, mixed)
 
 
 def compiled_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
-    """Count the bytes that one token leaves in one compiled layer, on one device: the states that
-    its parts, before and after attention, hand to each other or multiply by weights.
+    """Count the bytes that one token leaves in the mean compiled layer, on one device: the states
+    that its parts, before and after attention, hand to each other or multiply by weights.
 
     The states before and after attention, and normalised, which each tensor rank's matrices read
-    whole; query, key, value, attention's output and its log-sum; gate, up, and what down reads.
+    whole; query, key, value, attention's output and its log-sum; gate, up, and what down reads; of
+    experts also their inputs, sorted, and their outputs.
     """
-    value = 2 if mixed else 4
-    split = 2 * (shape.hidden_size + shape.query_size + shape.key_value_size)
-    split += (3 if shape.gated_mlp else 2) * shape.feed_forward
-    split_bytes = (value * split + 4 * shape.attention_heads) / tensor
+    value, routed = 2 if mixed else 4, shape.routed_layers / shape.layers
+    split = 2 * shape.hidden_size + _mixed_sizes(shape)
+    split += (3 if shape.gated_mlp else 2) * shape.mean_width
+    split += routed * 2 * shape.experts_per_token * shape.hidden_size
+    split_bytes = (value * split + 4 * shape.attention_share * shape.attention_heads) / tensor
     return 2 * value * shape.hidden_size + split_bytes + pair_bytes(shape, mixed)
+
+
+def _mixed_sizes(shape: ModelShape) -> float:
+    """Add up the widths of what goes into attention and comes out of it, or into the rule of a
+    state; the mean over layers."""
+    queries = (2 if shape.gated_attention else 1) * shape.query_size
+    sizes = shape.attention_share * (queries + 2 * shape.key_value_size + shape.output_size)
+    if shape.states is not None:
+        inputs = shape.states.mixed_size + 2 * shape.states.value_size
+        sizes += (1 - shape.attention_share) * inputs
+    return sizes

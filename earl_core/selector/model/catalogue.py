@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from earl_core.deployment.layer_shapes import StateShape
 from earl_core.deployment.shapes import ModelShape
 
 
@@ -37,6 +39,30 @@ def _sized(
     return ModelShape(**family.model_dump() | sizes)
 
 
+def _hybrid(kind: str, hidden: int, layers: int, key_value: int, **more: Any) -> ModelShape:
+    """A Qwen3.5, of which each fourth layer has attention and the others have a state."""
+    states = StateShape(
+        layers=layers - layers // 4,
+        key_heads=16,
+        value_heads=32,
+        key_dim=128,
+        value_dim=128,
+        window=4,
+    )
+    family = _family(kind, 248320, 262144, head_dim=256)
+    sized = _sized(family, hidden, layers, 16, key_value, more.pop("intermediate_size", 0))
+    counted = {"gated_attention": True, "query_key_norms": True, "attention_extras": 512}
+    return ModelShape(**sized.model_dump() | counted | more | {"states": states})
+
+
+def _mixture(
+    dense: ModelShape, experts: int, per_token: int, width: int, **more: Any
+) -> ModelShape:
+    """A shape whose layers have routers."""
+    sizes = {"experts": experts, "experts_per_token": per_token, "expert_size": width}
+    return ModelShape(**dense.model_dump() | sizes | more)
+
+
 _QWEN3 = _family("qwen3", 151936, 40960, head_dim=128)
 _QWEN3_TIED = _family("qwen3", 151936, 40960, head_dim=128, tied=True)
 _QWEN2 = _family("qwen2", 152064, 131072)
@@ -64,6 +90,40 @@ MODELS: dict[str, ModelShape] = {
     "llama-3.1-8b": _sized(_LLAMA, 4096, 32, 32, 8, 14336),
     "llama-3.1-70b": _sized(_LLAMA, 8192, 80, 64, 8, 28672),
     "llama-3.3-70b": _sized(_LLAMA, 8192, 80, 64, 8, 28672),
+    "qwen3-30b-a3b": _mixture(
+        _sized(_family("qwen3_moe", 151936, 40960, head_dim=128), 2048, 48, 32, 4, 6144),
+        128,
+        8,
+        768,
+        query_key_norms=True,
+        attention_extras=2 * 128,
+    ),
+    "qwen3.5-9b": _hybrid("qwen3_5", 4096, 32, 4, intermediate_size=12288),
+    "qwen3.5-35b-a3b": _mixture(
+        _hybrid("qwen3_5_moe", 2048, 40, 2, intermediate_size=512),
+        256,
+        8,
+        512,
+        shared_expert_size=512,
+        shared_expert_gate=True,
+    ),
+    "glm-4.5-air": _mixture(
+        _sized(_family("glm4_moe", 151552, 131072, head_dim=128), 4096, 46, 96, 8, 10944),
+        128,
+        8,
+        1408,
+        shared_expert_size=1408,
+        dense_layers=1,
+        float32_gates=True,
+        attention_extras=(96 + 2 * 8) * 128,
+    ),
+    "mixtral-8x7b": _mixture(
+        _sized(_family("mixtral", 32000, 32768, head_dim=128), 4096, 32, 32, 8, 14336),
+        8,
+        2,
+        14336,
+        float32_gates=True,
+    ),
     "smollm2-135m": _sized(_SMOLLM2, 576, 30, 9, 3, 1536),
     "smollm2-360m": _sized(_SMOLLM2, 960, 32, 15, 5, 2560),
     "smollm2-1.7b": _sized(_SMOLLM2, 2048, 24, 32, 32, 8192),
@@ -75,8 +135,8 @@ MODELS: dict[str, ModelShape] = {
     ),
 }
 """Shapes from the models' published config.json; the position range is that of the base models,
-without scaling that has to be switched on. Mixtures of experts are left out, as are models whose
-layers attend to a window only (Gemma): no formula knows them."""
+without scaling that has to be switched on. Models whose layers attend to a window only (Gemma) are
+left out: no formula knows them."""
 
 
 def known_model(name: str) -> ModelShape | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from earl_core.config.rollout import VllmConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.selector.model.activations import layer_activation_bytes
-from earl_core.selector.model.memory_model import Memory, MemoryModel, gib
+from earl_core.selector.model.memory import Memory
+from earl_core.selector.model.memory_model import MemoryModel, gib
 from earl_core.selector.model.sizes import powers
 
 _RUNTIME_BYTES = 0.3 * 2**30
@@ -90,13 +90,9 @@ class CpuMemoryModel(MemoryModel):
         text = f"needs {gib(peak)}, but only {gib(budget)} are available on {host}"
         return text + (f" ({gib(reserved)} are used by other processes)" if reserved else "")
 
-    def layer_bytes(self, candidate: StageDeployment, longest: float, mixed: bool) -> float:
+    def score_bytes(self, longest: float) -> float:
         """Short samples' attention stores its scores, and is computed in float32."""
-        shape = self.shape
-        kept = layer_activation_bytes(shape, candidate.tensor_parallel, mixed)
-        if longest > _SHORT_TOKENS:
-            return kept
-        return kept + 4 * shape.attention_heads * longest
+        return 0.0 if longest > _SHORT_TOKENS else 4 * self.shape.attention_heads * longest
 
     def _with_cache(self, fixed: Memory, candidate: StageDeployment, vllm: VllmConfig) -> Memory:
         runtime = _VLLM_BYTES * (1 + 2 / candidate.tensor_parallel)

@@ -13,7 +13,8 @@ from earl_core.config.rollout import RolloutConfig
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.candidates import memory_model
-from earl_core.selector.model.memory_model import TrainingNeeds, kv_bytes_per_token
+from earl_core.selector.model.memory import TrainingNeeds
+from earl_core.selector.model.memory_model import kv_bytes_per_token
 from earl_core.selector.model.sizes import divisors, powers
 
 _FAIR_CACHE = 0.2
@@ -40,8 +41,6 @@ def usual_engines(
 
 
 def _holds(shape: ModelShape, hardware: Hardware, rollout: RolloutConfig, degree: int) -> bool:
-    if shape.experts > 1:
-        return True  # no formula knows its memory
     value = rollout.value_bytes
     engine = StageDeployment(
         "rollout", 1, degree, max_running_requests=rollout.max_running_requests
@@ -61,7 +60,7 @@ def usual_mesh(
     ranks = max(each for each in divisors(devices) if each <= max(1, samples))
     shard = math.gcd(ranks, hardware.devices_per_host)
     within = mesh._replace(replicas=ranks // shard, shard=shard)
-    if within.replicas == 1 or shape.experts > 1:
+    if within.replicas == 1:
         return within
     memory = memory_model(shape, hardware)
     peak = memory.training(within, mesh.max_tokens_per_microbatch, TrainingNeeds()).total

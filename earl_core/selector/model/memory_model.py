@@ -9,21 +9,17 @@ gradients nor moments; its pairs have what all of a model has elsewhere.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from operator import add
-from typing import NamedTuple
-
 from earl_core.config.rollout import DraftsConfig, VllmConfig
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.activations import (
-    compiled_layer_bytes,
-    feed_forward_bytes,
+    engine_width,
     layer_activation_bytes,
-    norm_bytes,
-    selective_layer_bytes,
+    mean_activation_bytes,
+    rule_bytes,
 )
+from earl_core.selector.model.memory import Memory, TrainingNeeds
+from earl_core.selector.model.microbatch import Microbatch, OnDevice
 from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 
 RUNTIME_BYTES = 2**30
@@ -40,39 +36,6 @@ DRAFTED_LOGITS = 2**23
 
 ADAPTERS = 2
 """Versions of an adapter that an engine holds."""
-
-
-class Memory(NamedTuple):
-    """The uses of a device's memory, bytes."""
-
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    logits: float = 0.0
-    runtime: float = 0.0
-    kv_cache: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Everything together."""
-        return sum(self)
-
-    def plus(self, other: Memory) -> Memory:
-        """Both, use by use."""
-        return Memory(*map(add, self, other))
-
-
-class TrainingNeeds(NamedTuple):
-    """Properties of the algorithm that decide the memory of training stages.
-
-    mixed: bf16 copies compute, of float32 weights; else all is float32. compiled: the layers are.
-    answered: share of the tokens that the policy wrote, the only ones with logits.
-    """
-
-    mixed: bool = True
-    compiled: bool = False
-    answered: float = 1.0
 
 
 class MemoryModel:
@@ -104,10 +67,26 @@ class MemoryModel:
 
     def training(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one update rank. longest: tokens of the longest sample, which no microbatch cuts.
-        Its part of the state, and beside it the most that a backward pass holds at a time."""
-        state = self.state(candidate, needs.mixed)._replace(runtime=self.runtime)
-        work = _Work(self, candidate, longest, needs)
+        Its part of the state, the tokens' routing, which may be recorded, and beside them the most
+        that a backward pass holds at a time."""
+        work = self._microbatch(candidate, longest, needs)
+        routing = self.shape.routing
+        column = work.tokens * routing.token_bytes if routing is not None else 0.0
+        state = self.state(candidate, needs.mixed)
+        state = state._replace(activations=column, runtime=self.runtime)
         return max((state.plus(moment) for moment in work.backward()), key=lambda m: m.total)
+
+    def _microbatch(
+        self, candidate: StageDeployment, longest: float, needs: TrainingNeeds
+    ) -> Microbatch:
+        device = OnDevice(
+            kept=self.layer_bytes(candidate, longest, needs.mixed),
+            mean=self.mean_layer_bytes(candidate, longest, needs.mixed),
+            under_way=self.under_way,
+            logit_bytes=self.logit_bytes,
+            rows=self.rows_at_a_time(candidate),
+        )
+        return Microbatch(self.shape, candidate, longest, needs, device)
 
     def state(self, candidate: StageDeployment, mixed: bool) -> Memory:
         """An update rank's part of parameters, gradients and moments, whatever the load: float32
@@ -136,22 +115,23 @@ class MemoryModel:
         if self.shape.adapter is not None:
             state = self.state(candidate, needs.mixed)._replace(gradients=0.0)
         state = state._replace(runtime=self.runtime)
-        work = _Work(self, candidate, longest, needs)
+        work = self._microbatch(candidate, longest, needs)
         return max((state.plus(moment) for moment in work.forward()), key=lambda m: m.total)
 
     def vllm(self, candidate: StageDeployment, settings: VllmConfig, value: int = 2) -> Memory:
-        """One rank of a vLLM engine; the cache gets what weights and workspace leave of the share
-        that it is given. value: bytes of a number in the engine's dtype."""
+        """One rank of a vLLM engine; the cache gets what weights, workspace and states leave of the
+        share that it is given. value: bytes of a number in the engine's dtype."""
         shape, tensor = self.shape, candidate.tensor_parallel
         running = candidate.max_running_requests or 256
         tokens = min(self._prefill_tokens(), running * shape.max_positions)
-        width = 4 * shape.hidden_size + (2 * shape.query_size + 4 * shape.feed_forward) / tensor
+        width = 4 * shape.hidden_size + (2 * shape.query_size + engine_width(shape, 4)) / tensor
         fixed = Memory(
             weights=self.engine_weights(tensor, value),
             activations=float(value) * tokens * width,
             # Rows of the sampler in the engine's dtype and in float32.
             logits=(4.0 + value) * running * shape.vocabulary / tensor,
             runtime=RUNTIME_BYTES,
+            states=float(running) * sequence_bytes(shape, value) / tensor,
         )
         return self._with_cache(fixed, candidate, settings)
 
@@ -173,7 +153,9 @@ class MemoryModel:
         """
         shape = self.shape
         tokens = min(float(PREFILL_TOKENS), sequences * longest)
-        width = shape.hidden_size * (8 + value) + 3 * shape.feed_forward * value
+        width = shape.hidden_size * (8 + value) + engine_width(shape, 3) * value
+        if shape.states is not None:
+            width += rule_bytes(shape.states)
         # The mask as numbers, and as the bits that it is made from.
         mask = min(float(MASK_ELEMENTS), tokens * longest) * (value + 1)
         drawn = sequences * shape.vocabulary
@@ -183,8 +165,13 @@ class MemoryModel:
             # Logits, two softmaxes, and the cumulated probabilities in float64.
             logits=(max(drawn, DRAFTED_LOGITS) if drafts else drawn) * (16.0 + value),
             runtime=self.engine_runtime + (drafts.memory_bytes if drafts else 0),
-            kv_cache=1.5 * sequences * longest * kv_bytes_per_token(shape, 1, value),
+            kv_cache=1.5 * sequences * longest * self._cached(value),
+            states=1.5 * sequences * sequence_bytes(shape, value),
         )
+
+    def _cached(self, value: int) -> float:
+        """Bytes of a token in the torch engine's cache, which keeps no latents."""
+        return float(value * self.shape.attention_layers * 2 * self.shape.key_value_size)
 
     def engine_weights(self, tensor: int, value: int) -> float:
         """Weights on an engine's rank: the model's, and the pairs of two versions of an adapter."""
@@ -192,8 +179,18 @@ class MemoryModel:
         return float(value) * (self.shape.parameters / tensor + pairs)
 
     def layer_bytes(self, candidate: StageDeployment, longest: float, mixed: bool) -> float:
-        """Count the bytes that a token leaves in one layer for the backward pass."""
-        return layer_activation_bytes(self.shape, candidate.tensor_parallel, mixed)
+        """Count the bytes that a token leaves in the largest layer for the backward pass."""
+        kept = layer_activation_bytes(self.shape, candidate.tensor_parallel, mixed)
+        return kept + self.score_bytes(longest)
+
+    def mean_layer_bytes(self, candidate: StageDeployment, longest: float, mixed: bool) -> float:
+        """The same of the mean layer."""
+        kept = mean_activation_bytes(self.shape, candidate.tensor_parallel, mixed)
+        return kept + self.shape.attention_share * self.score_bytes(longest)
+
+    def score_bytes(self, longest: float) -> float:
+        """Count the bytes of a token's attention scores in a layer, where they are stored."""
+        return 0.0
 
     def rows_at_a_time(self, candidate: StageDeployment) -> int:
         """Positions whose logits exist at a time."""
@@ -205,162 +202,16 @@ class MemoryModel:
         return fixed._replace(kv_cache=max(0.0, given - fixed.total))
 
 
-class _Work:
-    """Bytes that a rank holds beside its parts of the state while it computes a microbatch.
-
-    A unit, which is a layer, the embedding or the head, is gathered where others hold parts of it,
-    and cast where bf16 computes (FSDP2, `fully_shard`): then there are its copy, the buffer that
-    the next unit is gathered in, its gradient, and the float32 buffer in which the gradient of the
-    unit before is summed over the ranks. wrapped: that there are copies at all.
-    """
-
-    def __init__(
-        self, model: MemoryModel, candidate: StageDeployment, longest: float, needs: TrainingNeeds
-    ) -> None:
-        shape, tensor = model.shape, candidate.tensor_parallel
-        self.value = 2 if needs.mixed else 4
-        self.mixed, self.tied, self.layers = needs.mixed, shape.tied_embeddings, shape.layers
-        self.shared, self.wrapped = candidate.parts > 1, needs.mixed or candidate.parts > 1
-        self.layer = shape.layer_parameters / tensor
-        self.table = shape.embedding_parameters / tensor
-        # What of them is trained.
-        self.trained, self.trained_table = self.layer, self.table
-        if shape.adapter is not None:
-            self.trained, self.trained_table = shape.pair_parameters(tensor), 0.0
-            self.layer += self.trained
-        budget = max(float(candidate.max_tokens_per_microbatch), longest)
-        self.tokens = budget / candidate.context_parallel
-        # A token's states between two layers, of which tensor ranks have parts, and what it leaves
-        # in one layer.
-        self.whole_state = self.value * shape.hidden_size
-        self.state = self.whole_state / tensor
-        self.kept = model.layer_bytes(candidate, longest, needs.mixed)
-        selective = selective_layer_bytes(shape, tensor, needs.mixed)
-        self.products = feed_forward_bytes(shape, tensor, needs.mixed)
-        # A compiled layer's gradient from a matrix waits for the one from its pair.
-        self.summand = 0.0
-        if needs.compiled:
-            self.summand = self.value * shape.feed_forward / tensor if shape.adapter else 0.0
-            self.kept = selective = compiled_layer_bytes(shape, tensor, needs.mixed)
-            self.products -= self.value * shape.feed_forward / tensor
-        rung = candidate.activation_checkpointing
-        self.between = {"none": self.kept, "selective": selective, "full": self.state}[rung]
-        # Computed again beside what all layers have left.
-        lean = rung == "none" or (needs.compiled and rung == "selective")
-        self.again = 0.0 if lean else self.kept
-        layers, numbers = model.under_way
-        self.layers_under_way = layers * self.kept
-        self.table_under_way = numbers * self.trained_table
-        self.logit_bytes = model.logit_bytes if needs.mixed else 4
-        self.norms = norm_bytes(shape, tensor, needs.mixed)
-        self.normalising = 18 * shape.hidden_size / tensor
-        self.wide = self.value * shape.feed_forward / tensor
-        self.matrix = min(self.trained, shape.hidden_size * shape.feed_forward / tensor)
-        # Keys and values of a whole pack, of which a context rank has a part.
-        whole = 2 * self.value * shape.key_value_size * candidate.context_parallel / tensor
-        self.whole = whole if candidate.context_parallel > 1 else 0.0
-        self.answers = answers = self.tokens * needs.answered
-        self.row = 4 * shape.hidden_size
-        # Chunks are as even as can be.
-        chunks = max(1, math.ceil(answers / model.rows_at_a_time(candidate)))
-        self.logits = answers / chunks * shape.vocabulary / tensor
-
-    def backward(self) -> Iterator[Memory]:
-        """The moments that may hold the most: the head's backward pass, which comes first, those of
-        the last two layers and of the first one, and the embedding's."""
-        yield from self._head()
-        kept = self.layers * self.between + self.again
-        yield from self._in_layer(kept, summed=0.0, fetched=self.layer)
-        if self.layers > 1:
-            yield from self._in_layer(kept - self.between, self.trained, self.layer)
-        if not self.tied:
-            yield from self._in_layer(self.kept, self.trained, self.table)
-        yield self._embedding()
-
-    def forward(self) -> Iterator[Memory]:
-        """The same of a pass that keeps nothing: in a layer, and in the head."""
-        width = max(3 * self.wide + 2 * self.state, self.norms) + self.layers_under_way / 4
-        table = self._copy(self.table)
-        whole = table if self.tied else 0.0
-        gathered = self._copy(self.layer) + self._buffer(self.layer) + whole
-        yield Memory(weights=gathered, activations=self.tokens * width)
-        logits = self.logits * BYTES_PER_LOGIT
-        yield Memory(
-            weights=max(table, whole), activations=self.tokens * 2 * self.state, logits=logits
-        )
-
-    def _copy(self, unit: float) -> float:
-        return self.value * unit if self.wrapped else 0.0
-
-    def _buffer(self, unit: float) -> float:
-        return self.value * unit if self.shared else 0.0
-
-    def _head(self) -> Iterator[Memory]:
-        """The forward pass ends here, beside the buffer that the weight was gathered in. The
-        gradient of the head's weight is summed in float32, beside a chunk of logits and what goes
-        to the states; these are added up at the end; and the weight's is cast."""
-        kept = self.layers * self.between + self.norms / 2
-        yield Memory(
-            weights=self._copy(self.table) + self._buffer(self.table),
-            activations=self.tokens * kept,
-            logits=4 * self.logits,
-        )
-        summed = 4 * self.trained_table
-        cast = self.value * self.trained_table if self.mixed else 0.0
-        one = 4 + self.value if self.mixed else 4
-        states = self.answers * self.row, self.tokens * (self.row + self.whole_state)
-        for gradients, logits, activations in (
-            (summed, self.logits * self.logit_bytes, states[0]),
-            (summed, self.logits * one, sum(states)),
-            (summed + cast, self.logits * 4, self.tokens * self.whole_state),
-        ):
-            yield Memory(
-                weights=self._copy(self.table),
-                gradients=gradients + self.table_under_way,
-                activations=self.tokens * kept + activations,
-                logits=logits,
-            )
-
-    def _in_layer(self, kept: float, summed: float, fetched: float) -> Iterator[Memory]:
-        """Yield the memory at three places of a layer: where the products of the feed-forward part
-        are undone, when only the first matrix has a gradient; where a norm is, which computes in
-        float32; and where context ranks exchange keys, values and their gradients. kept: bytes a
-        token. summed, fetched: parameters of the units that come before and after it in the
-        backward pass."""
-        weights = self._copy(self.layer) + self._buffer(fetched)
-        gradients = 4 * summed if self.wrapped else 0.0
-        if self.tied:
-            # The head's copy and gradient wait for the embedding's.
-            weights += self._copy(self.table)
-            gradients += self._copy(self.trained_table)
-        # Two products' gradients, and those of the residual stream before and after them.
-        moving = 2 * self.wide + self.state + self.whole_state + self.layers_under_way
-        moving += self.summand
-        unit = self.trained if self.wrapped else self.matrix
-        # A layer that is computed again keeps what it gathered.
-        gathered = self.whole if self.again else 0.0
-        rest = kept - self.products
-        for written, tokens in (
-            (self.matrix, kept + moving + gathered),
-            (unit, rest + self.normalising + gathered),
-            (unit, rest + 3 * self.whole),
-        ):
-            yield Memory(
-                weights=weights,
-                gradients=gradients + self.value * written,
-                activations=self.tokens * tokens,
-            )
-
-    def _embedding(self) -> Memory:
-        if not self.wrapped:
-            return Memory(gradients=4 * self.trained_table)
-        units = 2 if self.tied else 1
-        return Memory(gradients=(units * self.value + 4) * self.trained_table)
-
-
 def kv_bytes_per_token(shape: ModelShape, tensor: int, value: int = 2) -> float:
-    """Keys and values of one token on one rank; heads beyond the model's are copies."""
-    return shape.kv_bytes_per_token() * value / 2 / min(tensor, shape.key_value_heads)
+    """Keys and values of one token on one rank; heads beyond the model's are copies, and so is a
+    latent, which all heads share."""
+    heads = 1 if shape.latent is not None else shape.key_value_heads
+    return shape.kv_bytes_per_token() * value / 2 / min(tensor, heads)
+
+
+def sequence_bytes(shape: ModelShape, value: int) -> int:
+    """Bytes of a sequence's states, however long it is; 0 for a model without."""
+    return shape.states.sequence_bytes(value) if shape.states is not None else 0
 
 
 def gib(size: float) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.selector.model.memory_model import kv_bytes_per_token
+from earl_core.selector.model.memory_model import kv_bytes_per_token, sequence_bytes
 from earl_core.selector.model.sizes import positions_at_a_time
 
 LAUNCH_SECONDS = 6.6e-6
@@ -58,7 +58,9 @@ class Roofline:
     ) -> None:
         self.shape, self._value = shape, value
         self.device, self.hardware = device, hardware
+        # All travel; those that work for a token compute.
         self._parameters = float(self.shape.parameters)
+        self._active = float(self.shape.active_parameters)
         self._per_host = hardware.devices_per_host
         self._network = hardware.network_bandwidth
         # Of the input table a step reads one row a sequence.
@@ -66,6 +68,7 @@ class Roofline:
         self._trained = float(shape.trained_parameters)
         self._pairs = 0.0 if shape.adapter is None else self._trained
         self._weight_bytes = float(value * read) + value * self._pairs
+        self._expert_bytes = float(value * shape.routed_layers * shape.expert_parameters)
 
     def link(self, ranks: int) -> float:
         """bytes/s of one of so many neighbouring ranks of a host to the others, one way: over PCIe
@@ -99,16 +102,36 @@ class Roofline:
     def decode_step(self, tensor: int, threads: int, running: float, context: float) -> float:
         """Seconds of one step in which each of `running` sequences of `context` tokens gets one."""
         shape, device = self.shape, self.device
-        attention = 4.0 * shape.layers * shape.query_size * context
-        flops = running * (2.0 * (self._parameters + self._pairs) + attention) / tensor
+        flops = running * (2.0 * (self._active + self._pairs) + self._mixing(context, 1)) / tensor
         cached = running * context * kv_bytes_per_token(shape, tensor, self._value)
-        moved = self._weight_bytes / tensor + cached
+        # States are read and written.
+        cached += 2 * running * sequence_bytes(shape, self._value) / tensor
+        moved = self._read(running) / tensor + cached
         computing = flops / device.flops_of(self._value)
         bound = max(computing, moved / device.memory_bandwidth) / threads
         bound = max(bound, shape.layers * device.layer_seconds)
         size = float(self._value) * running * shape.hidden_size
         reduced = 2 * shape.layers * self.all_reduce(size, tensor)
         return bound + reduced
+
+    def _mixing(self, context: float, share: float) -> float:
+        """Floating-point operations of a token beside its products with weights: attention to the
+        tokens before it, which are this share of `context`; in a layer with a state its rule, in
+        which each number decays, is read for the key, changed, and read for the query."""
+        shape = self.shape
+        widths = shape.query_size + shape.output_size
+        found = 2.0 * share * shape.attention_layers * widths * context
+        if shape.states is not None:
+            found += 8.0 * shape.states.layers * shape.states.numbers
+        return found
+
+    def _read(self, running: float) -> float:
+        """Bytes of weights that a step for so many tokens reads: of each layer's experts no more
+        than its tokens are given."""
+        shape = self.shape
+        used = min(float(shape.experts), running * shape.experts_per_token)
+        idle = shape.experts - used if shape.routed_layers else 0.0
+        return self._weight_bytes - idle * self._expert_bytes
 
     def decode_rate(
         self, tensor: int, threads: int, offered: float, context: float, capacity: float
@@ -135,8 +158,7 @@ class Roofline:
         """Seconds in which one engine reads `tokens` prompt and tool tokens; a cache keeps those of
         earlier turns."""
         shape = self.shape
-        attention = 2.0 * shape.layers * shape.query_size * context
-        flops = tokens * (2.0 * (self._parameters + self._pairs) + attention)
+        flops = tokens * (2.0 * (self._active + self._pairs) + self._mixing(context, 0.5))
         moved = 2.0 * self._value * shape.layers * tokens * shape.hidden_size
         reduced = moved * (tensor - 1) / tensor / self.link(tensor)
         return flops / (tensor * threads * self.device.flops_of(self._value)) + reduced
@@ -169,11 +191,11 @@ class Roofline:
         samples = math.ceil(load.episodes / candidate.data_parallel)
         tokens = samples * load.context
         passes = 1.0 if forward_only else 3.0 + (candidate.activation_checkpointing == "full")
-        attention = 2.0 * shape.layers * shape.query_size * load.context
-        flops = passes * tokens * (2.0 * (self._parameters + self._pairs) + attention)
+        work = 2.0 * (self._active + self._pairs) + self._mixing(load.context, 0.5)
+        flops = passes * tokens * work
         if self._pairs and not forward_only:
             # Of the backward pass's two products for a matrix one is the weight's gradient.
-            flops -= tokens * 2.0 * self._parameters
+            flops -= tokens * 2.0 * self._active
         computing = flops / (
             candidate.tensor_parallel
             * candidate.context_parallel
@@ -202,8 +224,8 @@ class Roofline:
         norms, a residual sum, turned queries and keys, and the feed-forward layer's activation."""
         shape = self.shape
         # Read and written: sums 3, norms 2 each; turned 2; the gate and its product 3, or 2.
-        split = 2 * (shape.query_size + shape.key_value_size)
-        split += (3 if shape.gated_mlp else 2) * shape.feed_forward
+        split = 2.0 * (shape.query_size + shape.key_value_size)
+        split += (3 if shape.gated_mlp else 2) * shape.mean_width
         moved = 2.0 * shape.layers * (7 * shape.hidden_size + split / candidate.tensor_parallel)
         bandwidth = self.device.memory_bandwidth * candidate.threads
         return tokens * moved / (candidate.context_parallel * bandwidth)
@@ -254,7 +276,11 @@ class Roofline:
         if candidate.context_parallel == 1:
             return 0.0
         moved = (
-            4.0 * self.shape.layers * self.shape.key_value_size * tokens / candidate.tensor_parallel
+            4.0
+            * self.shape.attention_layers
+            * self.shape.key_value_size
+            * tokens
+            / candidate.tensor_parallel
         )
         share = (candidate.context_parallel - 1) / candidate.context_parallel
         bandwidth = self.group_bandwidth(

@@ -8,7 +8,7 @@ from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.devices import device_of
-from earl_core.selector.model.memory_model import TrainingNeeds
+from earl_core.selector.model.memory import TrainingNeeds
 from earl_core.selector.model.roofline import Roofline
 
 
@@ -16,7 +16,7 @@ class Scoring:
     """The models that a rank holds, of which the largest decides what work takes.
 
     shapes: at least one. value: bytes of a number of an engine's. roofline: another one than the
-    default, for comparisons. Raises `ValueError` for a model of which nothing can be predicted.
+    default, for comparisons.
     """
 
     def __init__(
@@ -26,8 +26,6 @@ class Scoring:
         value: int,
         roofline: Roofline | None = None,
     ) -> None:
-        for shape in shapes:
-            shape.require_dense()
         largest = max(shapes, key=lambda each: each.parameters)
         self._others = 4.0 * (sum(each.parameters for each in shapes) - largest.parameters)
         self._memory = memory_model(largest, hardware)
