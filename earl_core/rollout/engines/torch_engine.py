@@ -27,8 +27,9 @@ from earl_core.rollout.engines.engine import (
     GenerationRequest,
     answer_budget,
 )
-from earl_core.rollout.engines.forward_pass import append
+from earl_core.rollout.engines.forward_pass import append, check_states
 from earl_core.rollout.engines.held_versions import HeldVersion
+from earl_core.rollout.engines.row_states import RowStates
 from earl_core.rollout.engines.sampling import Sampling
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.rollout.errors import EngineError, WeightSyncError
@@ -50,7 +51,7 @@ class TorchEngine(BaseEngine[Pairs]):
     """An `Engine` on transformers' own forward pass.
 
     Any causal language model whose attention is causal over the whole context (Llama, Qwen, GPT-2
-    and their like). In float32 an answer depends bit for bit on the batches it was sampled in and
+    and their like), or that has a state by the gated delta rule. In float32 an answer depends bit for bit on the batches it was sampled in and
     on nothing else. Keys and values are kept until `finish`, or until the sequence goes on under
     other pairs. options: fields of `EngineSettings`.
     """
@@ -185,6 +186,16 @@ class TorchEngine(BaseEngine[Pairs]):
                     kinds[0],
                 )
         self._take_head(self._model)
+        self._cache = SlotCache(RowStates(self._model))
+        if self._cache.states:
+            check_states(self._model, self._cache)
+            if self._drafting is not None:
+                logger.warning(
+                    "rollout.drafts has no effect: %s layers have a state, from which wrong draft "
+                    "tokens cannot be taken back",
+                    self._model.config.model_type,
+                )
+                self._drafting = None
         if self._settings.adapter_rank is not None:
             self._layers = PairedLayers(self._model)
         self._config_digest = config_digest(self._model.config.to_dict())
@@ -259,8 +270,8 @@ class TorchEngine(BaseEngine[Pairs]):
                 row.keep(0)
                 row.version = self._under
             # At least one token is computed anew, for its logits.
-            kept = min(common_prefix(row.tokens, prompt), len(prompt) - 1)
-            row.keep(kept)
+            shared = min(common_prefix(row.tokens, prompt), len(prompt) - 1)
+            kept = self._cache.keep(row, shared)
             todo[sequence_id] = prompt[kept:]
             if sampling.request.begun is None:
                 self._totals["prompt_tokens"] += len(prompt)
