@@ -56,7 +56,7 @@ def append(
 
 
 def _causal(columns: torch.Tensor, visible: int, dtype: torch.dtype) -> torch.Tensor:
-    """What hides later columns from each of these int64 [rows, width]: [rows, 1, width, visible]"""
+    """What hides later columns from each of `columns` [rows, width]: [rows, 1, width, visible]."""
     hidden_from = torch.arange(visible, device=columns.device) > columns[:, None, :, None]
     mask = torch.zeros(hidden_from.shape, dtype=dtype, device=columns.device)
     return mask.masked_fill_(hidden_from, float("-inf"))
