@@ -17,6 +17,9 @@ PROVEN = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")
 """Mixtures of which vLLM was seen to compute with new experts as the trainer does. DeepSeek's
 loader takes no joined experts, and its CPU build answered otherwise from the start."""
 
+WITH_STATES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Models of which layers have a state in place of keys and values."""
+
 
 def configured(
     stages: StagesConfig,
@@ -73,6 +76,8 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
     The message names the degrees that work, or the devices there are.
     """
     check_devices(config, hardware)
+    if model.model_type in WITH_STATES:
+        _check_states(config.rollout, model.model_type, hardware)
     if model.experts > 1 and config.rollout.engine == "vllm" and model.model_type not in PROVEN:
         raise ConfigError(
             f"rollout.engine=vllm was proven to take new experts of {', '.join(PROVEN)} only, and "
@@ -95,6 +100,20 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
                 raise ConfigError(
                     f"{key}.{deployment.stage}.{name} is {degree}: {problem}: use {working}"
                 )
+
+
+def _check_states(rollout: RolloutConfig, kind: str, hardware: Hardware) -> None:
+    if rollout.engine == "vllm" and not hardware.gpus:
+        raise ConfigError(
+            f"rollout.engine=vllm plays no {kind} model without a GPU: vLLM's CPU build computes "
+            "layers with a state in bfloat16 alone, and reuses none of their prefixes for requests "
+            "with a seed; set rollout.engine=torch"
+        )
+    if rollout.drafts is not None:
+        raise ConfigError(
+            f"rollout.drafts is set, and layers of {kind} models have a state, from which wrong "
+            "draft tokens are not taken back here: leave rollout.drafts out"
+        )
 
 
 def check_devices(config: RunConfig, hardware: Hardware) -> None:

@@ -81,6 +81,19 @@ def test_mixtures_that_vllm_was_not_proven_to_take_are_refused() -> None:
     check_stages(config("torch"), experts, CORES)
 
 
+def test_models_with_states_play_on_vllm_with_a_gpu_alone_and_without_drafts() -> None:
+    states = shape().model_copy(update={"model_type": "qwen3_5"})
+    gpus = Hardware(cpu_cores=4, memory_bytes=2**33, gpus=1, gpu_memory_bytes=2**36)
+    with pytest.raises(ConfigError, match=r"qwen3_5 model without a GPU.*rollout\.engine=torch"):
+        check_stages(config("vllm"), states, CORES)
+    check_stages(config("vllm"), states, gpus)
+    check_stages(config("torch"), states, CORES)
+    for engine in ("torch", "vllm"):
+        drafted = parse_config(with_(rollout__engine=engine, rollout__drafts={}))
+        with pytest.raises(ConfigError, match=r"leave rollout\.drafts out"):
+            check_stages(drafted, states, gpus)
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from earl_core.pretrained.architecture import context_length, model_config
 from earl_core.pretrained.logit_transform import LogitTransform
+from earl_core.rollout.engines.row_states import STATE_LAYER
 from earl_core.rollout.engines.slot_cache import ATTENTION
 from earl_core.system.errors import ConfigError
 from earl_core.weights.adapter_pairs import Pair
@@ -34,7 +35,7 @@ def load_causal_model(
     would be computed wrongly.
     """
     config = model_config(directory, trust_remote_code)
-    max_model_len = context_length(config, max_model_len)
+    max_model_len = context_length(config.get_text_config(), max_model_len)
     _refuse_windows(config, max_model_len)
     model = AutoModelForCausalLM.from_pretrained(
         directory,
@@ -75,8 +76,9 @@ def _check_head(model: PreTrainedModel, dtype: torch.dtype, device: torch.device
 
 def _refuse_windows(config: PretrainedConfig, max_model_len: int) -> None:
     """One causal mask serves all layers, so a window shorter than the context would be ignored."""
+    config = config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    other = kinds - {"full_attention", "sliding_attention"}
+    other = kinds - {"full_attention", "sliding_attention", STATE_LAYER}
     if other:
         raise ConfigError(
             f"{config.model_type} models have layers of type {', '.join(sorted(other))}, which "

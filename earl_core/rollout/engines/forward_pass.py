@@ -9,6 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from earl_core.rollout.engines.slot_cache import Row, SlotCache
+from earl_core.system.errors import ConfigError
+
+_LONG, _SHORT, _MORE = 7, 2, 3
+"""Tokens of a test: of one row, of its neighbour, and of both afterwards."""
 
 
 def append(
@@ -32,13 +36,11 @@ def append(
     visible = int((starts + lengths).max())
     columns = torch.from_numpy(positions).to(device)
     cache.window(columns, torch.from_numpy(valid).to(device), visible)
-    hidden_from = torch.arange(visible, device=device) > columns[:, None, :, None]
-    mask = torch.zeros(hidden_from.shape, dtype=model.dtype, device=device)
-    mask.masked_fill_(hidden_from, float("-inf"))
+    cache.states.begin(starts, valid, device)
     hidden = model.base_model(
         input_ids=torch.from_numpy(tokens).to(device),
         position_ids=columns,
-        attention_mask=mask,
+        attention_mask=_causal(columns, visible, model.dtype),
         past_key_values=cache,
         use_cache=True,
     ).last_hidden_state
@@ -51,3 +53,40 @@ def append(
     of_row = torch.from_numpy(np.repeat(np.arange(len(rows)), drawn)).to(device)
     at = torch.from_numpy(np.concatenate(places)).to(device)
     return hidden[of_row, at]
+
+
+def _causal(columns: torch.Tensor, visible: int, dtype: torch.dtype) -> torch.Tensor:
+    """What hides later columns from each of `columns` [rows, width]: [rows, 1, width, visible]."""
+    hidden_from = torch.arange(visible, device=columns.device) > columns[:, None, :, None]
+    mask = torch.zeros(hidden_from.shape, dtype=dtype, device=columns.device)
+    return mask.masked_fill_(hidden_from, float("-inf"))
+
+
+@torch.inference_mode()
+def check_states(model: PreTrainedModel, cache: SlotCache) -> None:
+    """Raise `ConfigError` where a model's states, of rows of uneven lengths that are continued, do
+    not give what one pass without a cache gives. The cache is empty before and afterwards."""
+    tokens = [(5 * place + 3) % 13 + 1 for place in range(_LONG + _MORE)]
+    rows = cache.arrange([0, 1])
+    append(model, cache, rows, [tokens[:_LONG], tokens[:_SHORT]], [1, 1])
+    append(model, cache, rows, [[], tokens[_SHORT : _SHORT + 1]], [1, 1])
+    at = _LONG, _SHORT + 1
+    pieces = [tokens[start : start + _MORE] for start in at]
+    found = append(model, cache, rows, pieces, [_MORE, _MORE]).float()
+    whole = torch.tensor([tokens], device=model.device)
+    places = torch.arange(len(tokens), device=model.device)[None]
+    plain = model.base_model(
+        input_ids=whole,
+        attention_mask=_causal(places, len(tokens), model.dtype),
+        use_cache=False,
+    ).last_hidden_state[0]
+    expected = torch.cat([plain[start : start + _MORE] for start in at]).float()
+    cache.clear()
+    # Rounded to 16 bits, a mixture may choose other experts.
+    share = 1e-3 if model.dtype == torch.float32 else 0.2
+    # Weights that have diverged are told when they answer.
+    if (found - expected).norm() > share * expected.norm():
+        raise ConfigError(
+            f"the torch engine computes {model.config.model_type} models otherwise than "
+            "transformers when their states are kept: choose another model"
+        )

@@ -1,8 +1,8 @@
-"""Keys and values of many sequences of different lengths, kept across turns.
+"""Keys and values, or states, of many sequences of different lengths, kept across turns.
 
 Each sequence has a row in one tensor per layer, and its token i stands in column i: there are no
 holes and no left padding, so continuing a sequence needs no copy. The rows of a batch are
-neighbours, so that a batch is a view.
+neighbours, so that a batch is a view. A layer with a state has one state in each row.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
 from earl_core.pretrained.routers import Routers
+from earl_core.rollout.engines.row_states import RowStates
 from earl_core.tensors.plain_attention import ScoreChange, attend_plainly
 
 ATTENTION = "earl_slot_cache"
@@ -77,12 +78,13 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     each row's own columns and attends over the columns so far.
     """
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
+    def __init__(self, states: RowStates | None = None) -> None:
+        self.states = RowStates() if states is None else states
+        super().__init__(layers=self.states.places)
         self.rows: list[Row] = []
         self._slot: dict[int, int] = {}
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
         self._capacity = (0, 0)
         self._columns: torch.Tensor = torch.empty(0, 0, dtype=torch.long)
         self._row_index: torch.Tensor = torch.empty(0, 1, dtype=torch.long)
@@ -124,6 +126,14 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
             if piece:
                 row.note(noted[: len(piece)])
 
+    def keep(self, row: Row, count: int) -> int:
+        """Forget a row's tokens after the first `count`; how many are left. A state goes with all
+        of its tokens or with none."""
+        if self.states and count < len(row.tokens):
+            count = 0
+        row.keep(count)
+        return count
+
     def drop(self, sequence_ids: Sequence[int]) -> None:
         """Forget sequences; the memory goes when none is left."""
         gone = {sequence_id for sequence_id in sequence_ids if sequence_id in self._slot}
@@ -140,12 +150,13 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._slot.clear()
         self._keys.clear()
         self._values.clear()
+        self.states.clear()
         self._capacity = (0, 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
+        """Bytes of all keys, values and states."""
+        return sum(tensor.nbytes for tensor in self._tensors()) + self.states.nbytes
 
     def window(self, columns: torch.Tensor, valid: torch.Tensor, visible: int) -> None:
         """Say where the next pass writes: `columns` int64 [rows, width] on the model's device.
@@ -169,9 +180,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [rows, heads, width, size] states; views [rows, heads, visible, size] come back."""
-        if layer_idx >= len(self._keys):
-            self._keys.append(self._allocate(key_states))
-            self._values.append(self._allocate(value_states))
+        if layer_idx not in self._keys:
+            self._keys[layer_idx] = self._allocate(key_states)
+            self._values[layer_idx] = self._allocate(value_states)
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         keys[self._row_index, :, self._columns] = key_states.transpose(1, 2)
         values[self._row_index, :, self._columns] = value_states.transpose(1, 2)
@@ -181,6 +192,24 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns visible to the current pass; positions are given by the caller."""
         return self._visible
+
+    def has_previous_state(self, *args: object, **kwargs: object) -> bool:
+        """Always: a sequence that begins has a state of zeros."""
+        return True
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, *args: object, conv_kernel_size: int
+    ) -> torch.Tensor:
+        """Inputs [rows, channels, width] of a layer's convolution; with those before them, as it
+        sees them, they come back."""
+        return self.states[layer_idx].slide(conv_states, conv_kernel_size)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int) -> None:
+        """Keep a layer's states [rows, heads, key size, value size] after the pass."""
+        self.states[layer_idx].keep(recurrent_states)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._keys.values(), *self._values.values()]
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         rows, columns = self._capacity
@@ -193,8 +222,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
             wide = max(columns, old_columns + old_columns // 4)
             columns = math.ceil(wide / _GROWTH_COLUMNS) * _GROWTH_COLUMNS
         self._capacity = (rows, columns)
+        if rows != old_rows:
+            self.states.grow(rows)
         for tensors in (self._keys, self._values):
-            for layer, old in enumerate(tensors):
+            for layer, old in tensors.items():
                 # One layer at a time, so that growing never holds two whole caches.
                 tensors[layer] = self._allocate(old)
                 kept = min(rows, old_rows)
@@ -202,7 +233,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def _swap(self, low: int, high: int) -> None:
         length = max(len(self.rows[low].tokens), len(self.rows[high].tokens))
-        for tensor in (*self._keys, *self._values):
+        self.states.swap(low, high)
+        for tensor in self._tensors():
             kept = tensor[low, :, :length].clone()
             tensor[low, :, :length] = tensor[high, :, :length]
             tensor[high, :, :length] = kept

@@ -28,11 +28,13 @@ from earl_core.rollout.engines.engine import (
     GenerationRequest,
     answer_budget,
 )
-from earl_core.rollout.engines.forward_pass import append
+from earl_core.rollout.engines.forward_pass import append, check_states
 from earl_core.rollout.engines.held_versions import HeldVersion
+from earl_core.rollout.engines.row_states import RowStates
 from earl_core.rollout.engines.sampling import Sampling
 from earl_core.rollout.engines.slot_cache import Row, SlotCache, common_prefix
 from earl_core.rollout.errors import EngineError, WeightSyncError
+from earl_core.system.errors import ConfigError
 from earl_core.system.memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.tensors.device_copies import upload
 from earl_core.weights.manifest import WeightsManifest, config_digest
@@ -51,9 +53,10 @@ class TorchEngine(BaseEngine[Pairs]):
     """An `Engine` on transformers' own forward pass.
 
     Any causal language model whose attention is causal over the whole context (Llama, Qwen, GPT-2
-    and their like). In float32 an answer depends bit for bit on the batches it was sampled in and
-    on nothing else. Keys and values are kept until `finish`, or until the sequence goes on under
-    other pairs. options: fields of `EngineSettings`.
+    and their like), also with layers that have a state by the gated delta rule (Qwen3.5,
+    Qwen3-Next). In float32 an answer depends bit for bit on the batches it was sampled in and on
+    nothing else. Keys, values and states are kept until `finish`, or until the sequence goes on
+    under other pairs. options: fields of `EngineSettings`.
     """
 
     lockstep = True
@@ -83,7 +86,7 @@ class TorchEngine(BaseEngine[Pairs]):
             self._drafting = Drafting(drafts.most_tokens, drafts.memory_bytes)
 
     async def start(self) -> None:
-        """Load the model. Raises `EngineError` for a model this engine would answer wrongly."""
+        """Load the model. Raises `ConfigError` for a model this engine would answer wrongly."""
         await self._run("loading the model into the torch engine", self._start)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -188,6 +191,14 @@ class TorchEngine(BaseEngine[Pairs]):
                 )
         self._take_head(self._model)
         self._transform = LogitTransform.of(self._model.config)
+        self._cache = SlotCache(RowStates(self._model))
+        if self._cache.states:
+            if self._drafting is not None:
+                raise ConfigError(
+                    f"the torch engine makes no drafts for {self._model.config.model_type} models: "
+                    "from a layer's state wrong draft tokens cannot be taken back"
+                )
+            check_states(self._model, self._cache)
         if self._settings.adapter_rank is not None:
             self._layers = PairedLayers(self._model)
         self._config_digest = config_digest(self._model.config.to_dict())
@@ -262,8 +273,8 @@ class TorchEngine(BaseEngine[Pairs]):
                 row.keep(0)
                 row.version = self._under
             # At least one token is computed anew, for its logits.
-            kept = min(common_prefix(row.tokens, prompt), len(prompt) - 1)
-            row.keep(kept)
+            shared = min(common_prefix(row.tokens, prompt), len(prompt) - 1)
+            kept = self._cache.keep(row, shared)
             todo[sequence_id] = prompt[kept:]
             if sampling.request.begun is None:
                 self._totals["prompt_tokens"] += len(prompt)
