@@ -91,6 +91,8 @@ class _Seat:
         self._choice = _Choice(self, int(router.top_k), int(router.num_experts))
         router.forward = self
 
+    # Compiled beside `_AddGradient`, torch 2.13 loses the number that `topk` is called with.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *inputs: torch.Tensor) -> Any:
         self.charged = None
         with self._choice:
@@ -264,10 +266,10 @@ def _can_be_told(router: nn.Module) -> bool:
 def _copied(router: nn.Module, draw: torch.Generator) -> nn.Module:
     """A router with random weights on the CPU and its class's own forward."""
     memo: dict[int, Any] = {id(vars(router).get("forward")): None}
-    for each in router.parameters():
-        memo[id(each)] = nn.Parameter(torch.randn(each.shape, generator=draw))
-    for each in router.buffers():
-        memo[id(each)] = torch.zeros(each.shape, dtype=each.dtype)
+    for parameter in router.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.randn(parameter.shape, generator=draw))
+    for buffer in router.buffers():
+        memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
     trial = copy.deepcopy(router, memo)
     vars(trial).pop("forward", None)
     return trial

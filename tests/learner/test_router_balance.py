@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample, pack
+from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.routers import Charge, routers_of
 from earl_core.system.errors import ConfigError
 from tests.learner.helpers import save_model
+from tests.learner.launched import launch
 from tests.learner.test_routing import SHAPE, mixture
 
 COEFFICIENT = 0.5
@@ -58,7 +61,11 @@ def routed_samples(directory: Path) -> list[TrainingSample]:
 
 
 def learner_of(
-    directory: Path, coefficient: float = COEFFICIENT, frozen: bool = False, **update: object
+    directory: Path,
+    coefficient: float = COEFFICIENT,
+    frozen: bool = False,
+    mesh: UpdateMesh | None = None,
+    **update: object,
 ) -> PolicyLearner:
     given = {
         "precision": "fp32", "threads": 1, "learning_rate": 1e-3, "max_grad_norm": 1e9, **update
@@ -69,6 +76,7 @@ def learner_of(
         UpdateConfig.model_validate(given),
         AlgorithmConfig.model_validate(algorithm),
         iterations=4,
+        mesh=mesh,
     )
 
 
@@ -79,7 +87,15 @@ def gradients(learner: PolicyLearner, samples: Sequence[TrainingSample]) -> dict
         {n: p.grad.double() for n, p in learner.named_parameters() if p.grad is not None}
     )
     metrics = learner.update(samples, iteration=0)
-    return found | {"aux": torch.tensor(metrics.get("router_aux_loss", 0.0))}
+    aux = metrics.get("router_aux_loss", 0.0)
+    return found | {"aux": torch.tensor(aux, dtype=torch.float64)}
+
+
+def trained(learner: PolicyLearner, samples: Sequence[TrainingSample]) -> dict[str, torch.Tensor]:
+    """The weights after two updates."""
+    for iteration in range(2):
+        learner.update(samples, iteration=iteration)
+    return {name: weight.clone() for name, weight in learner.named_weights().items()}
 
 
 def plain(directory: Path, samples: Sequence[TrainingSample]) -> dict[str, torch.Tensor]:
@@ -223,3 +239,15 @@ def test_kept_routers_stay_and_all_else_is_trained_and_resumed(
 def test_a_model_without_routers_has_none_to_keep(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"freeze_routers is true, but LlamaForCausalLM has no"):
         learner_of(save_model("llama", tmp_path / "dense"), frozen=True)
+
+
+def test_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
+    """Replicas, shards and context ranks; one of them has more microbatches than the other."""
+    directory = mixture(tmp_path / "model")
+    samples = routed_samples(directory)
+    save_file(gradients(learner_of(directory), samples), tmp_path / "balanced.safetensors")
+    kept = trained(learner_of(directory, 0.0, True, epsilon=1e-2), samples)
+    save_file(kept, tmp_path / "kept.safetensors")
+    for found in launch("tests.learner.router_ranks", "compare", 2, tmp_path):
+        assert len(found) == 6
+        assert max(found.values()) < 1e-5, found
