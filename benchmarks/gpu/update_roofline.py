@@ -41,8 +41,10 @@ from earl_core.learner.model import settle
 from earl_core.learner.parallel.mesh import ALONE, UpdateMesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.routing_tally import RoutingTally
 from earl_core.learner.update_metrics import UpdateMetrics
 from earl_core.selector.model.sizes import positions_at_a_time
+from earl_core.tensors.collectives import Ranks
 from tools.harness import Report, Row, parser, publish
 from tools.shapes import FORMULA, SHAPES, Shape, random_sample
 
@@ -157,7 +159,8 @@ def _step(learner: PolicyLearner, samples: Sequence[TrainingSample]) -> None:
     plan = learner._plan(samples, minibatch.rows, algorithm)
     learner._step(
         samples, minibatch, plan, len(plan), algorithm,
-        metrics=UpdateMetrics(1e-6), iteration=0, compared=False, before_step=None, report=None,
+        metrics=UpdateMetrics(1e-6, RoutingTally(Ranks(), 0.0)), iteration=0, compared=False,
+        before_step=None, report=None,
     )  # fmt: skip
 
 

@@ -45,6 +45,14 @@ class UpdateRefused(EarlError):
     """A step that would harm the weights was not applied: the gradient is not finite, or engine and
     trainer differ by more than `update.max_mismatch`."""
 
+    @classmethod
+    def of_norm(cls, norm: float, tokens: int) -> UpdateRefused:
+        """For a gradient that is not finite, of so many trained tokens."""
+        return cls(
+            f"The gradient of a minibatch with {tokens} trained tokens is {norm}: its step was not "
+            "applied. Lower update.learning_rate, or use update.precision fp32."
+        )
+
 
 @dataclass(frozen=True)
 class MismatchWatch:

@@ -136,6 +136,13 @@ class AlgorithmConfig(Settings):
         description="Coefficient of the entropy bonus, for each nat and token; 0: the entropy is "
         "only measured.",
     )
+    router_aux_loss_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Coefficient of the loss that balances the experts of a mixture, for each "
+        "routed layer experts x sum of f_i P_i (Switch Transformer), over the tokens of an "
+        "optimizer step whose experts were recorded; 0.001 is usual, 0: none.",
+    )
 
     @property
     def from_rollout(self) -> bool:

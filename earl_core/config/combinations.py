@@ -9,6 +9,7 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.model import ModelConfig
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
 
@@ -50,6 +51,22 @@ def check_algorithm(algorithm: AlgorithmConfig, group_size: int, charged: bool) 
             "own kl, too), or neither"
         )
     return corrected or loss is None or loss.from_rollout
+
+
+def check_balance(algorithm: AlgorithmConfig, model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raise `ValueError` where the loss that balances experts has nothing to count, or to train."""
+    if not algorithm.router_aux_loss_coef:
+        return
+    if rollout.record_routing == "off":
+        raise ValueError(
+            "algorithm.router_aux_loss_coef counts the experts that were recorded, but "
+            "rollout.record_routing is `off`: set it to `auto`, or the coefficient to 0"
+        )
+    if model.freeze_routers:
+        raise ValueError(
+            "algorithm.router_aux_loss_coef trains routers, which model.freeze_routers keeps as "
+            "they are: leave one of them out"
+        )
 
 
 def check_groups(

@@ -109,6 +109,11 @@ class ModelConfig(Settings):
         description="Compute the logits in float32 in engine, trainer and reference while the "
         "rest computes in bf16; no effect where all of it is float32.",
     )
+    freeze_routers: bool = Field(
+        default=False,
+        description="Keep the routers of a mixture of experts as they are: they get no gradient "
+        "and no optimizer state, and everything else is trained.",
+    )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model directory."
     )
@@ -127,8 +132,8 @@ class ModelConfig(Settings):
         return self.model_copy(update={"path": str(path), "ancestor": None, **unmade})
 
     def whole(self, path: str | Path) -> ModelConfig:
-        """These settings of a model that lies in another directory, without an adapter."""
-        return self.at(path).model_copy(update={"adapter": None})
+        """These settings of a model that lies in another directory, of which nothing is frozen."""
+        return self.at(path).model_copy(update={"adapter": None, "freeze_routers": False})
 
     def beginning_with(self, pairs: Path) -> ModelConfig:
         """These settings with the pairs of another directory, where there is an adapter."""

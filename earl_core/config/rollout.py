@@ -209,9 +209,9 @@ class RolloutConfig(Settings):
     record_routing: Literal["auto", "off"] = Field(
         default="auto",
         description="Record the experts that a mixture gave each token, and "
-        "train it under these. auto: where the routers can be told; models without experts have "
-        "nothing to record. off: the trainer's routers choose anew, which in bfloat16 are others "
-        "for some tokens.",
+        "train it under these. auto: models without experts have nothing to record, and routers "
+        "whose choice cannot be repeated are refused. off: the trainer's routers choose anew, "
+        "which in bfloat16 are others for some tokens.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",

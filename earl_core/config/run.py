@@ -15,6 +15,7 @@ from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
 from earl_core.config.combinations import (
     check_algorithm,
+    check_balance,
     check_curriculum,
     check_deal,
     check_drafts,
@@ -228,6 +229,7 @@ class RunConfig(Settings):
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         check_deal(rollout, self.tracking.keep_episodes)
+        check_balance(self.algorithm, self.model, rollout)
         check_drafts(rollout, self.update.deterministic, self.model.adapter is not None)
         self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
@@ -374,8 +376,9 @@ class RunConfig(Settings):
         algorithm = self.algorithm
         if algorithm.kl.placement == "loss":
             return "algorithm.kl.placement is `loss`"
-        if algorithm.entropy_coefficient:
-            return "algorithm.entropy_coefficient is not 0"
+        for name in ("entropy_coefficient", "router_aux_loss_coef"):
+            if getattr(algorithm, name):
+                return f"algorithm.{name} is not 0"
         loss = POLICY_LOSSES.checked(algorithm.policy_loss)
         if loss is None or loss.zero_without_advantage:
             return ""

@@ -32,6 +32,7 @@ _SUPERVISION = (
 
 _LATER = {
     "model.adapter": None,
+    "model.freeze_routers": False,
     "update.zero_advantage": None,
     "update.least_sample_size": 0.3,
     "update.small_sample": "warn",
@@ -41,6 +42,7 @@ _LATER = {
     "rollout.drafts": None,
     "rollout.record_routing": "auto",
     "rollout.vllm.expert_parallel": False,
+    "algorithm.router_aux_loss_coef": 0.0,
     "algorithm.kl.reference": INITIAL,
     "algorithm.kl.until": None,
     "imitation.format": "auto",

@@ -72,8 +72,8 @@ class UpdateConfig(Settings):
         description="Samples whose advantage is 0 at every trained token. skip: they stay in "
         "denominators and counts, and nothing is computed of them; a twentieth, drawn by seed, is "
         "computed for the mismatch and the entropy. compute: they are computed like all others. "
-        "None: skip where it changes no gradient, with any loss of EARL's without KL and entropy "
-        "in it; else compute.",
+        "None: skip where it changes no gradient, with any loss of EARL's without KL, entropy and "
+        "balanced experts in it; else compute.",
     )
     max_tokens_per_microbatch: int | None = Field(
         default=None,

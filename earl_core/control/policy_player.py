@@ -132,8 +132,11 @@ class PolicyPlayer:
         model = config.initial_model
         if not is_adapter(checkpoint.policy):
             model = model.whole(checkpoint.policy.resolve())
+        # Nothing is trained of what is played here.
+        rollout = config.rollout.model_copy(update={"record_routing": "off"})
         precision = resolved(
-            config.model_copy(update={"model": model}), settings=("rollout.dtype",)
+            config.model_copy(update={"model": model, "rollout": rollout}),
+            settings=("rollout.dtype",),
         )
         precision.tell(lambda text: listener("precision", checkpoint.version, {"chosen": text}))
         self.config = precision.config

@@ -22,6 +22,7 @@ from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import hardware_of
 from earl_core.control.host_checks import check_agreement
 from earl_core.control.precision import Resolved, resolved
+from earl_core.control.routing_checks import check_routing, routing_warning
 from earl_core.control.selector_policy import Settled, settled
 from earl_core.control.shared_memory_need import judged_room, need_of
 from earl_core.control.teachers import Teachers, check_teachers, reference_shapes
@@ -86,8 +87,8 @@ def preflight(
     precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
     references = () if model is None else reference_shapes(begins, teachers)
     policy = settled(precision.config, hardware, model, references, hosts)
-    if model is not None and model.experts:
-        _warn_of_routing(policy.config)
+    if model is not None and (text := routing_warning(policy.config, model)):
+        logger.warning("%s", text)
     return Preflight(hosts, hardware, model, precision, policy, counts)
 
 
@@ -103,27 +104,15 @@ def warn_of_turns(config: RunConfig) -> None:
         )  # fmt: skip
 
 
-def _warn_of_routing(config: RunConfig) -> None:
-    """Warn where a mixture is trained under other experts than it was played with. Precision is
-    settled."""
-    rollout = config.rollout
-    if rollout.record_routing == "auto" or rollout.dtype != "bfloat16":
-        return
-    logger.warning(
-        "rollout.record_routing is off: the trainer's routers choose anew, and some tokens are "
-        "trained under other experts than they were sampled with (in bfloat16 about a tenth of the "
-        "choices); update/mismatch_mean shows what it costs"
-    )
-
-
 def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:
-    """The shape of the model of policy version 0. Raises `ConfigError` unless stages, tokenizer and
-    adapter fit it."""
+    """The shape of the model of policy version 0. Raises `ConfigError` unless stages, tokenizer,
+    adapter and what is asked of routers fit it."""
     path = Path(config.initial_model.path)
     shape = read_model_shape(path)
     check_stages(config, shape, hardware)
     check_tokenizer_file(path, shape.vocabulary)
     check_first_pairs(config.initial_model)
+    check_routing(config, shape)
     return shape
 
 

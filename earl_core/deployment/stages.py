@@ -259,6 +259,7 @@ STAGES: Mapping[str, Stage] = {
             settings=(
                 "seed",
                 "model.adapter",
+                "model.freeze_routers",
                 "algorithm",
                 "environments.kl",
                 "rollout.temperature",

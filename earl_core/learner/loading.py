@@ -59,7 +59,8 @@ def load_policy(
     a fresh adapter. Collective.
 
     Raises ConfigError when the model is missing, or its files contradict its configuration, when
-    its architecture cannot be trained packed or on this mesh, or have the adapter.
+    its architecture cannot be trained packed or on this mesh, or have the adapter, or when it has
+    no routers to freeze.
     """
     path = model_directory(config)
     check_adapter(config)
@@ -83,6 +84,7 @@ def load_policy(
         chunk_tokens=chunk_tokens,
         float32_head=config.float32_head,
         adapter=entry,
+        frozen_routers=config.freeze_routers,
     )
     weights = {name: each.detach() for name, each in stored.named_parameters()}
     if config.adapter is not None and entry is not None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # part, none longer than the tokens; each may start up to 64 bytes late.
 _BYTES_PER_TOKEN = 5 * 8 + 5 * 4
 _BYTES_PER_TOKEN_SHARED_OUT = _BYTES_PER_TOKEN + 6 * 8
-_SLACK_BYTES = 18 * 64
+_SLACK_BYTES = 20 * 64
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Feed:
             routing = samples[rows[0]].routing
             if routing is not None:
                 # Of the whole microbatch, and of a context rank's part of it.
-                per_token += routing[0].nbytes * (1 if self._context is None else 2)
+                per_token += (routing[0].nbytes + 4) * (1 if self._context is None else 2)
             staging.begin(tokens * per_token + _SLACK_BYTES)
             allocate = staging.allocate
         packed = pack(samples, rows, allocate)
@@ -152,6 +152,7 @@ class Feed:
             targets=place(mine.targets),
             masks=TargetMasks.of(mine.masks, self._device),
             routing=None if mine.routing is None else place(mine.routing),
+            copies=None if mine.copies is None else place(mine.copies),
         )
         context = None
         if share is not None:
@@ -182,6 +183,8 @@ class Algorithm:
     def __init__(self, config: AlgorithmConfig) -> None:
         self._objective = _objective(config)
         self._kl = config.kl
+        self.balance = config.router_aux_loss_coef
+        """Coefficient of the loss that balances experts (`router_balance`)."""
         self._from_rollout, weighing = config.from_rollout, config.weighing
         self._correction = None
         if weighing is not None:
@@ -211,6 +214,10 @@ class Algorithm:
             needed["reference_logprobs"] = "run the reference stage first"
         if self._correction is not None or (steps > 1 and not self._from_rollout):
             needed["old_logprobs"] = "fill it with `score` before the update"
+        if self.balance:
+            needed["routing"] = (
+                "the loss that balances experts counts recorded ones, so record them"
+            )
         for sample in samples:
             for name, advice in needed.items():
                 if getattr(sample, name) is None:

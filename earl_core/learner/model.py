@@ -25,14 +25,16 @@ from earl_core.learner.target_masks import TargetMasks
 from earl_core.learner.token_logprobs import HeadScore, multiply
 from earl_core.pretrained.huggingface import GradientCheckpointingLayer, PreTrainedModel
 from earl_core.pretrained.logit_transform import LogitTransform
-from earl_core.pretrained.routers import routers_of
+from earl_core.pretrained.routers import Charge, routers_of
 
 
 @dataclass(frozen=True)
 class PackedTensors:
     """The tensors that the model needs of a `PackedMicrobatch`, on the model's device; T and T' as
     there. targets: None: the likeliest ones. masks: of those that were sampled under a grammar.
-    routing: [T, width], the experts that tokens are given; None: the routers choose."""
+    routing: [T, width], the experts that tokens are given; None: the routers choose. copies:
+    float32 [T], how many samples have each token, where there is a routing. charge: of the routers,
+    for this pass."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
@@ -41,6 +43,8 @@ class PackedTensors:
     targets: torch.Tensor | None
     masks: TargetMasks | None = None
     routing: torch.Tensor | None = None
+    copies: torch.Tensor | None = None
+    charge: Charge | None = None
 
     @classmethod
     def from_microbatch(
@@ -59,6 +63,7 @@ class PackedTensors:
             targets=move(packed.targets),
             masks=TargetMasks.of(packed.masks, device),
             routing=None if packed.routing is None else move(packed.routing),
+            copies=None if packed.copies is None else move(packed.copies),
         )
 
 
@@ -189,7 +194,7 @@ class PolicyModule(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the decoder and score as `Scoring` does."""
         if self.routers is not None:
-            self.routers.choose(packed.routing)
+            self.routers.choose(packed.routing, packed.charge)
         output = decoder_of(self.causal_lm)(
             input_ids=packed.tokens[None],
             position_ids=packed.position_ids[None],

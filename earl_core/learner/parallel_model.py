@@ -31,6 +31,7 @@ from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.logit_transform import LogitTransform
+from earl_core.pretrained.routers import freeze_routers
 from earl_core.system.errors import EarlError
 from earl_core.weights.manifest import AdapterEntry
 
@@ -41,7 +42,7 @@ class ParallelModel:
 
     model: its parameters are plain tensors or DTensors, under their usual names. module: scores
     packs with it (`PolicyModule`); call it and nothing below it. mixed: it computes in bf16.
-    adapter: the one that alone is trained; None: all is.
+    adapter: the one that alone is trained; None: all is, but for `frozen_routers`.
     """
 
     model: PreTrainedModel
@@ -49,10 +50,12 @@ class ParallelModel:
     mesh: UpdateMesh
     mixed: bool
     adapter: AdapterEntry | None = None
+    frozen_routers: bool = False
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that training moves, by name, tied ones once."""
+        """The parameters that the policy's versions differ in, by name, tied ones once, and routers
+        that are frozen: they are published and stored with the rest, and require no gradient."""
         return dict(self.model.named_parameters()) if not self.adapter else pairs_of(self.model)
 
     @property
@@ -113,15 +116,20 @@ def parallelize(
     chunk_tokens: int | None = None,
     float32_head: bool = False,
     adapter: AdapterEntry | None = None,
+    frozen_routers: bool = False,
 ) -> ParallelModel:
     """Lay a model out in place on the mesh's device.
 
     The model may be on the meta device and stays there; else every rank has the same whole float32
     weights, of which it keeps its parts. mixed: bf16 copies compute. chunk_tokens, float32_head: as
-    in `Scoring`. adapter: pairs to attach and train, on the meta device.
+    in `Scoring`. adapter: pairs to attach and train, on the meta device. frozen_routers: the
+    routers of a mixture get no gradient.
 
-    Raises ConfigError, with the degrees that work, when it cannot be split so often.
+    Raises ConfigError, with the degrees that work, when it cannot be split so often, and for a
+    model without routers that are to be frozen.
     """
+    if frozen_routers:
+        freeze_routers(model)
     if adapter is not None:
         attach_pairs(model, adapter, torch.bfloat16 if mixed else torch.float32)
     vocabulary = None
@@ -139,7 +147,7 @@ def parallelize(
         _shard(module, mesh, mixed)
     elif not next(model.parameters()).is_meta:
         module.to(mesh.device)
-    return ParallelModel(model, module, mesh, mixed, adapter)
+    return ParallelModel(model, module, mesh, mixed, adapter, frozen_routers)
 
 
 def _shard(module: PolicyModule, mesh: UpdateMesh, mixed: bool) -> None:
@@ -198,6 +206,7 @@ def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:
         chunk_tokens=scoring.chunk_tokens,
         float32_head=scoring.float32_head,
         adapter=source.adapter,
+        frozen_routers=source.frozen_routers,
     )
 
 

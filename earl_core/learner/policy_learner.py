@@ -22,7 +22,7 @@ from earl_core.learner import memory
 from earl_core.learner.attention.context_parallel import gather_trained
 from earl_core.learner.attention.recurrence import state_widths
 from earl_core.learner.compiled_layers import compile_layers, compiling
-from earl_core.learner.data.packing import FILLER, TrainingSample, plan_shared
+from earl_core.learner.data.packing import FILLER, TrainingSample, plan_rows
 from earl_core.learner.data.prefixes import as_samples
 from earl_core.learner.data.samples import Minibatch, gathered_table, split_table
 from earl_core.learner.data.zero_advantage import Skipped
@@ -35,6 +35,8 @@ from earl_core.learner.model import checkpoint_activations
 from earl_core.learner.parallel.gradients import Gradients
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel_model import ParallelModel
+from earl_core.learner.router_balance import RouterBalance
+from earl_core.learner.routing_tally import RoutingTally
 from earl_core.learner.state.checkpoint import (
     read_training_state,
     try_training_state,
@@ -246,7 +248,9 @@ class PolicyLearner:
         self.optimizer.learning_rate = aim.learning_rate
         if aim.fresh:
             self.optimizer.state.clear()
-        skipped, metrics = skipped or Skipped(), UpdateMetrics(aim.learning_rate)
+        skipped = skipped or Skipped()
+        routing = RoutingTally(Ranks(self.mesh), algorithm.balance)
+        metrics = UpdateMetrics(aim.learning_rate, routing)
         whole = algorithm.whole_episodes
         table, own = gathered_table(self._ranks, samples, skipped.table, whole)
         steps = 0
@@ -296,14 +300,7 @@ class PolicyLearner:
     def _plan(
         self, samples: Sequence[TrainingSample], rows: Sequence[int], algorithm: Algorithm
     ) -> list[list[int]]:
-        """Divide the rows into microbatches."""
-        together = [samples[row].episode_id for row in rows]
-        plan = plan_shared(
-            [samples[row].identity for row in rows],
-            self.tokens_per_microbatch,
-            keep_together=together if algorithm.whole_episodes else None,
-        )
-        return [[rows[index] for index in part] for part in plan]
+        return plan_rows(samples, rows, self.tokens_per_microbatch, algorithm.whole_episodes)
 
     def _levelled(self, plans: Sequence[Sequence[object]]) -> list[int]:
         """Count the microbatches of this rank for each plan, so that no other waits."""
@@ -352,16 +349,24 @@ class PolicyLearner:
         began = time.perf_counter()
         self.optimizer.zero_grad()
         done = 0
+        balance = None
+        if algorithm.balance and (routers := self.parallel.module.routers) is not None:
+            rows = [samples[row] for row in minibatch.rows]
+            balance = RouterBalance.of(algorithm.balance, routers, rows, self._ranks, self.device)
         with self.parallel.passes():
             for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
                 packed, own = fed.packed, number <= len(plan)
+                if balance is not None:
+                    fed = replace(fed, tensors=balance.charging(fed.tensors))
                 self.parallel.begin_microbatch(last=number == count)
                 with memory.microbatch("update", iteration, number, count, packed.tokens.size):
                     if own and packed.targets.size:
                         self._accumulate(fed, minibatch, algorithm, metrics, compared)
-                    elif self._others_wait or not own:
+                    elif self._others_wait or not own or balance is not None:
                         logprobs, _ = self._forward(fed, "none", self.temperature)
                         torch.autograd.backward(logprobs.sum() * 0.0)
+                        if own and balance is not None:
+                            metrics.routing.add(fed.tensors, self.parallel.module.routers)
                 if own and report is not None:
                     done += len(packed.rows)
                     report(done, len(minibatch.rows))
@@ -369,11 +374,7 @@ class PolicyLearner:
         norm = self._gradients.clip(self.config.max_grad_norm)
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
-            raise UpdateRefused(
-                f"The gradient of a minibatch with {minibatch.totals.n_tokens} trained tokens is "
-                f"{norm}: its step was not applied. Lower update.learning_rate, or use "
-                "update.precision fp32."
-            )
+            raise UpdateRefused.of_norm(norm, minibatch.totals.n_tokens)
         mismatch = metrics.compare(self._ranks) if compared else {}
         if mismatch and before_step is not None:
             before_step(mismatch)

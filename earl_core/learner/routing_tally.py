@@ -10,9 +10,14 @@ from earl_core.tensors.collectives import Ranks
 
 
 class RoutingTally:
-    """Sums over the microbatches of an update, on the device. Empty for a model without routers."""
+    """Sums over the microbatches of an update, on the device. Empty for a model without routers.
 
-    def __init__(self) -> None:
+    ranks: those that compute other tokens. coefficient: of the loss that balances experts.
+    """
+
+    def __init__(self, ranks: Ranks, coefficient: float) -> None:
+        self._ranks, self._coefficient = ranks, coefficient
+        self._charged = torch.zeros((), dtype=torch.float64)
         self._changed: torch.Tensor | None = None
         self._loads: torch.Tensor | None = None
         self._recorded = torch.zeros(())
@@ -22,6 +27,8 @@ class RoutingTally:
         if routers is None:
             return
         shape, live = routers.shape, routers.live()
+        if packed.charge is not None:
+            self._charged = self._charged.to(live.device) + routers.charged()
         routers.forget()
         used, layers = live, torch.arange(shape.layers, device=live.device)
         if packed.routing is not None:
@@ -37,15 +44,17 @@ class RoutingTally:
         loads = loads.view(shape.layers, shape.experts)
         self._loads = loads if self._loads is None else self._loads + loads
 
-    def metrics(self, ranks: Ranks) -> dict[str, float]:
+    def metrics(self, steps: int) -> dict[str, float]:
         """The share of recorded choices that the live routers did not make, and the load of the
-        busiest expert over the mean one: mean and largest of the layers. Collective."""
+        busiest expert over the mean one: mean and largest of the layers; and the loss that balances
+        experts before its coefficient, mean of so many optimizer steps. Collective."""
         own = {
             "changed": _plain(self._changed),
             "loads": _plain(self._loads),
             "recorded": float(self._recorded),
+            "charged": float(self._charged),
         }
-        every = ranks.gather_json(own)
+        every = self._ranks.gather_json(own)
         found: dict[str, float] = {}
         recorded = sum(each["recorded"] for each in every)
         if recorded:
@@ -57,6 +66,9 @@ class RoutingTally:
             uneven = loads.amax(dim=1) / loads.mean(dim=1).clamp_min(1e-9)
             found["expert_load"] = float(uneven.mean())
             found["expert_load_max"] = float(uneven.max())
+        if self._coefficient and recorded:
+            charged = sum(each["charged"] for each in every)
+            found["router_aux_loss"] = charged / (self._coefficient * steps)
         return found
 
 

@@ -21,7 +21,7 @@ from earl_core.tensors.collectives import Ranks
 class UpdateMetrics:
     """Accumulates tensors and turns them into numbers at the end, so that no step waits for one."""
 
-    def __init__(self, learning_rate: float) -> None:
+    def __init__(self, learning_rate: float, routing: RoutingTally) -> None:
         self._learning_rate = learning_rate
         self._sums: dict[str, torch.Tensor] = {}
         self._norms: list[float] = []
@@ -31,7 +31,7 @@ class UpdateMetrics:
         self._compared: list[np.ndarray] = []
         self._seconds = 0.0
         self._counts: Counter[str] = Counter()
-        self.routing = RoutingTally()
+        self.routing = routing
 
     def microbatch(self, fed: FedMicrobatch, evaluated: Evaluated, *, compared: bool) -> None:
         """Add a microbatch. compared: whether the trainer's log-probs are to be compared with the
@@ -100,7 +100,7 @@ class UpdateMetrics:
             metrics["ratio_max"] = float(np.exp(np.float32(largest)))
         if self._compared:
             metrics |= importance.mismatch_metrics(*np.concatenate(self._compared).T[:3])
-        metrics |= self.routing.metrics(ranks)
+        metrics |= self.routing.metrics(steps)
         counts = _added(every, "counts")
         tokens, seconds = counts["tokens"], max(each["seconds"] for each in every)
         out = epochs * skipped.tokens

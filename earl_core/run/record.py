@@ -227,10 +227,11 @@ def played_in(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def given_in(settings: Mapping[str, Any], part: str) -> Any:
-    """Return a setting, of a section the keys that are set: a run may be older than a key."""
+    """Return a setting, of a section the keys that are set, to more than null and false: a run may
+    be older than a key."""
     value = look_up(dict(settings), part)
     if isinstance(value, Mapping):
-        return {name: each for name, each in value.items() if each is not None}
+        return {n: each for n, each in value.items() if each is not None and each is not False}
     return value
 
 

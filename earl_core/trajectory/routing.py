@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from earl_core.system.errors import EarlError
+from earl_core.system.errors import ConfigError, EarlError
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,12 @@ class RoutingError(EarlError):
         super().__init__(
             f"damaged shard: {problem}", remedy="resume the run, which plays its rollout again"
         )
+
+
+def untold(whose: str) -> ConfigError:
+    """The refusal of routers of a kind that cannot be replayed. whose: words before `routers`."""
+    return ConfigError(
+        f"{whose} routers choose experts in a way that cannot be repeated in the update",
+        remedy="set rollout.record_routing=off to train it under the experts that the trainer's "
+        "own routers choose",
+    )

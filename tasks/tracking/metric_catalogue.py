@@ -78,6 +78,8 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
      "Tokens of the busiest expert over those of the mean one, mean of the layers"),
     ("update/expert_load_max", f"{HEALTH}/expert_load_max", "",
      "The largest such load of a layer"),
+    ("update/router_aux_loss", f"{HEALTH}/router_aux_loss", "",
+     "Loss that balances experts, before its coefficient: the experts of a token where even"),
     ("rollout/probe_mismatch_mean", f"{HEALTH}/probe_mismatch_mean", "nats",
      "The same of the likeliest token after beginnings of episodes, before any is played"),
     ("rollout/probe_mismatch_max", f"{HEALTH}/probe_mismatch_max", "nats",

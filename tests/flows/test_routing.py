@@ -12,9 +12,14 @@ from earl_core.dispatch.shards.manifest import sealed_path
 from tests.flows.runs import KILLED, Runs
 from tests.learner.test_routing import SHAPE, mixture
 
+BALANCED = "algorithm.router_aux_loss_coef=0.01"
 LAYOUTS = {
-    "context": ["stages.update={context_parallel: 2}", "update.activation_checkpointing=full"],
-    "shard": ["stages.update={shard: 2}", "update.compile=true"],
+    "context": [
+        "stages.update={context_parallel: 2}",
+        "update.activation_checkpointing=full",
+        BALANCED,
+    ],
+    "shard": ["stages.update={shard: 2}", "update.compile=true", BALANCED],
     "stream": ["schedule={staleness: 1, mode: stream}", "algorithm.kl={placement: none}"],
     "agent": [
         "environment={agent: 'tests.rollout.agents:tic_tac_toe', options: {game: {style: compact}}}"
@@ -79,3 +84,8 @@ def test_routing_stays_with_its_tokens(runs: Runs, layout: str) -> None:
     """On context ranks and shards, in a stream, and behind the gateway."""
     lines = _trained(runs, *LAYOUTS[layout])
     assert _apart(lines) < 1e-5
+    balanced = [line.get("update/router_aux_loss", 0.0) for line in lines]
+    # At least the experts of a token where they are even, and few are busy in a random mixture.
+    assert all(SHAPE.chosen < each < SHAPE.experts for each in balanced) == (
+        BALANCED in LAYOUTS[layout]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.routers import routers_of, unread_routers
+from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.rollout_worker import RolloutWorker
+from earl_core.system.errors import ConfigError
 from earl_core.trajectory.routing import RoutingError, RoutingShape
 from tests.rollout.chat_models import CHATML, char_tokenizer
 from tests.rollout.test_worker import Setting
@@ -233,6 +236,12 @@ _LATENT = {
         ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2}, 2),
         ("Glm4Moe", {**_GROUPS, "head_dim": 8}, 1),
         ("DeepseekV3", {**_GROUPS, **_LATENT}, 1),
+        # Those that are handed the bias of the choice, whose matrix is a layer of its own, that
+        # name the experts first, and that hold a bias.
+        ("MiniMaxM2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}, 2),
+        ("Afmoe", {**_GROUPS, "num_experts": 8, "num_dense_layers": 1, "head_dim": 8}, 1),
+        ("GraniteMoe", {"num_local_experts": 8, "num_experts_per_tok": 2}, 2),
+        ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32}, 1),
     ],
 )
 def test_every_family_makes_its_weights_of_what_it_is_told(
@@ -273,7 +282,7 @@ def test_every_family_makes_its_weights_of_what_it_is_told(
         assert moved[5] > 1e-3
 
 
-def test_routers_that_draw_are_not_replayed() -> None:
+def test_routers_that_draw_are_refused_unless_nothing_is_recorded(tmp_path: Path) -> None:
     """PhiMoE's add noise in training and send gradients past their choice."""
     config = transformers.PhimoeConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
@@ -282,3 +291,9 @@ def test_routers_that_draw_are_not_replayed() -> None:
     model = transformers.PhimoeForCausalLM(config)
     assert routers_of(model) is None
     assert unread_routers(model) == ["PhimoeTopKRouter"]
+    model.save_pretrained(tmp_path / "phimoe")
+    with pytest.raises(ConfigError, match=r"(?s)has routers choose .* rollout.record_routing=off"):
+        asyncio.run(TorchEngine(tmp_path / "phimoe", record_routing=True).start())
+    engine = TorchEngine(tmp_path / "phimoe")
+    asyncio.run(engine.start())
+    assert engine.routing is None

@@ -167,7 +167,8 @@ class PackShare:
     targets: int64 [T'_r]; in the pack's trained order, as the masks are. A trained token belongs to
     the rank that holds its predictor. trained: int64 [T'_r], their places among the pack's T'
     trained tokens. order: int64 [T'], where each of those lies among all ranks' parts, padded to
-    `most` each. routing: [T_r, width], as the pack's.
+    `most` each. routing, copies: [T_r, width] and [T_r], as the pack's; that first token has no
+    copies.
     """
 
     exchange: PackExchange
@@ -180,13 +181,15 @@ class PackShare:
     most: int
     masks: PackedMasks | None
     routing: np.ndarray | None
+    copies: np.ndarray | None
 
 
 def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) -> PackShare:
     """Cut a microbatch and take this rank's part; it may have no token to train, or none at all."""
     cut = ContextCut.even(packed.tokens.size, place.size)
     mine = cut.positions(place.rank)
-    if mine.size == 0:
+    own = mine.size
+    if own == 0:
         mine = np.zeros(1, dtype=np.int64)
     tokens, position_ids = (allocate(mine.size, "int64") for _ in range(2))
     tokens[:] = packed.tokens[mine]
@@ -206,13 +209,16 @@ def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) 
     trained[:] = at
     exchange = PackExchange(place, cut)
     masks = None if packed.masks is None else packed.masks.take(at)
-    routing = None
-    if packed.routing is not None:
+    routing, copies = None, None
+    if packed.routing is not None and packed.copies is not None:
         width, dtype = packed.routing.shape[1], packed.routing.dtype.name
         routing = allocate(mine.size * width, dtype).reshape(mine.size, width)
         routing[:] = packed.routing[mine]
+        copies = allocate(mine.size, "float32")
+        copies[:] = packed.copies[mine] if own else 0.0
     return PackShare(
-        exchange, tokens, position_ids, predictors, targets, trained, order, most, masks, routing
+        *(exchange, tokens, position_ids, predictors, targets, trained, order, most),
+        *(masks, routing, copies),
     )
 
 

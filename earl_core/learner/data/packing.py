@@ -106,7 +106,7 @@ class PackedMicrobatch:
     predicts the trained token stands (one before it). targets: int64 [T'], the trained tokens.
     episode_ids: int64 [E], ascending; episode_index: int64 [T'], into it. columns: float32 [T'].
     masks: of the trained tokens that were sampled under a grammar, if there are any. routing: [T,
-    width], where all samples have one.
+    width], and copies: float32 [T], how many samples have the token, where all have a routing.
 
     A worked example: two samples, of the episodes 3 and 2, whose last two tokens are trained:
 
@@ -134,6 +134,7 @@ class PackedMicrobatch:
     columns: dict[str, np.ndarray]
     masks: PackedMasks | None = None
     routing: np.ndarray | None = None
+    copies: np.ndarray | None = None
 
     def split_by_row(self, values: np.ndarray) -> list[np.ndarray]:
         """Cut an array over the trained tokens [T'] into one array per row of `rows`."""
@@ -225,6 +226,19 @@ def plan_shared(
     return sharing
 
 
+def plan_rows(
+    samples: Sequence[TrainingSample], rows: Sequence[int], budget: int, whole_episodes: bool
+) -> list[list[int]]:
+    """Divide these of the samples into microbatches, as `plan_shared` does."""
+    together = [samples[row].episode_id for row in rows]
+    plan = plan_shared(
+        [samples[row].identity for row in rows],
+        budget,
+        keep_together=together if whole_episodes else None,
+    )
+    return [[rows[index] for index in part] for part in plan]
+
+
 def pack(
     samples: Sequence[TrainingSample], rows: Sequence[int], allocate: Allocate = np.empty
 ) -> PackedMicrobatch:
@@ -242,7 +256,10 @@ def pack(
     for sample, place in zip(chosen, places, strict=True):
         tokens[place] = sample.tokens
         position_ids[place] = np.arange(place.size)
-    routing = _packed_routing(chosen, places, tree.size, allocate)
+    routing, copies = _packed_routing(chosen, places, tree.size, allocate), None
+    if routing is not None:
+        copies = allocate(tree.size, "float32")
+        copies[:] = tree.copies()
     trained = [np.flatnonzero(sample.loss_mask) for sample in chosen]
     for sample, at in zip(chosen, trained, strict=True):
         if at.size and at[0] == 0:
@@ -274,6 +291,7 @@ def pack(
         columns=_trained_columns(chosen, count, allocate),
         masks=pack_masks([sample.masks for sample in chosen], trained),
         routing=routing,
+        copies=copies,
     )
 
 

@@ -49,6 +49,16 @@ class PrefixTree:
             run = item.parent
         return np.concatenate(parts[::-1])
 
+    def copies(self) -> np.ndarray:
+        """How many samples have each token of the pack, int64 [size]."""
+        counts = np.zeros(len(self.runs), dtype=np.int64)
+        for run in self.last_run:
+            counts[run] += 1
+        for run in range(len(self.runs) - 1, -1, -1):
+            if (parent := self.runs[run].parent) >= 0:
+                counts[parent] += counts[run]
+        return np.repeat(counts, [run.length for run in self.runs])
+
     def positions(self, sample: int) -> np.ndarray:
         """Return the places of a sample's tokens in the pack, int64 [tokens of the sample]."""
         return self.path(self.last_run[sample])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,10 +36,10 @@ from earl_core.rollout.errors import EngineError, WeightSyncError
 from earl_core.system.errors import ConfigError
 from earl_core.system.memory import OutOfMemory, guarded, is_out_of_memory
 from earl_core.tensors.device_copies import upload
+from earl_core.trajectory.routing import untold
 from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.publish import resolve_dtype
 
-logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # Padded prompt tokens of one forward pass: bounds activations, large enough to fill the cores.
@@ -86,7 +85,8 @@ class TorchEngine(BaseEngine[Pairs]):
             self._drafting = Drafting(drafts.most_tokens, drafts.memory_bytes)
 
     async def start(self) -> None:
-        """Load the model. Raises `ConfigError` for a model this engine would answer wrongly."""
+        """Load the model. Raises `ConfigError` for a model this engine would answer wrongly, and
+        for routers whose choice is to be recorded and could not be repeated."""
         await self._run("loading the model into the torch engine", self._start)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -182,13 +182,10 @@ class TorchEngine(BaseEngine[Pairs]):
             trust_remote_code=self._settings.trust_remote_code,
         )
         if self._settings.record_routing:
+            if unread_routers(self._model):
+                raise untold(f"{self._directory} has")
             self._routers = routers_of(self._model)
             self.routing = None if self._routers is None else self._routers.shape
-            if kinds := unread_routers(self._model):
-                logger.warning(
-                    "experts are not recorded: %s chooses them in a way that cannot be repeated",
-                    kinds[0],
-                )
         self._take_head(self._model)
         self._transform = LogitTransform.of(self._model.config)
         self._cache = SlotCache(RowStates(self._model))

@@ -19,6 +19,7 @@ from earl_core.config.gateway import check_gateway
 from earl_core.control.ancestor import beginning
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
+from earl_core.control.routing_checks import check_routing, routing_warning
 from earl_core.control.selector_policy import settled
 from earl_core.control.teachers import check_teachers, find_teachers, reference_shapes
 from earl_core.deployment.shapes import ModelShape
@@ -118,6 +119,9 @@ def model(config: RunConfig) -> Iterator[Finding]:
         _check_files(path, config.rollout.engine)
         check_tokenizer_file(path, shape.vocabulary)
         check_first_pairs(config.initial_model)
+        check_routing(config, shape)
+        if text := routing_warning(config, shape):
+            yield Finding("warning", text)
         weights = [*path.glob("*.safetensors")] or path.glob("pytorch_model*.bin")
         size = sum(file.stat().st_size for file in weights)
         yield Finding(
