@@ -108,7 +108,7 @@ class RowStates:
         for layer in model.modules():
             gates = [getattr(layer, name) for name in _GATES if hasattr(layer, name)]
             if gates and all(hasattr(layer, part) for part in _PARTS):
-                self._layers[int(layer.layer_idx)] = LayerStates()  # type: ignore[arg-type]
+                self._layers[int(layer.layer_idx)] = LayerStates()
                 for gate in gates:
                     gate.register_forward_hook(partial(_shut, self))
         if set(self._layers) != wanted:
