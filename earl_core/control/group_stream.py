@@ -178,8 +178,10 @@ class GroupStream:
             thread = threading.Thread(
                 target=self._work, args=(some,), name=f"earl-groups-{some[0]}", daemon=True
             )
-            self._threads.append(thread)
-            thread.start()
+            with self._changed:
+                # Nobody waits for one that has not begun.
+                thread.start()
+                self._threads.append(thread)
 
     def _end_threads(self) -> None:
         with self._changed:

@@ -308,8 +308,9 @@ class WorkerGroups:
                 logger.info("%s could not be started ahead: %s", role, error)
 
         thread = threading.Thread(target=work, name=f"earl-ahead-{role}-{member}", daemon=True)
-        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
-        thread.start()
+        with self._lock:
+            thread.start()
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
     def _start_ahead(self, role: str, deployment: StageDeployment, member: int) -> None:
         begun = time.perf_counter()

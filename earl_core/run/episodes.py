@@ -226,18 +226,25 @@ class EpisodeKeeper:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._thread: threading.Thread | None = None
+        # Iterations that overlap keep theirs from threads of their own.
+        self._turn = threading.Lock()
 
     def begin(self, rollout: Manifest, reward: Manifest) -> None:
         """Keep the episodes of these sealed stages; returns at once."""
         if self._run.config.tracking.keep_episodes != "none":
-            self.settle()
-            self._thread = threading.Thread(
-                target=self._keep, args=(rollout, reward), name="earl-episodes", daemon=True
-            )
-            self._thread.start()
+            with self._turn:
+                self._wait()
+                self._thread = threading.Thread(
+                    target=self._keep, args=(rollout, reward), name="earl-episodes", daemon=True
+                )
+                self._thread.start()
 
     def settle(self) -> None:
         """Wait for what was begun, a stage's deadline at most."""
+        with self._turn:
+            self._wait()
+
+    def _wait(self) -> None:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(self._run.config.deadlines.stage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -152,6 +153,22 @@ def test_episodes_that_cannot_be_kept_cost_a_warning(
     assert "not kept" in run.ledger()[-1]["event"]
     with pytest.raises(EpisodesDamaged):
         read_episodes(run.episodes_path(0), 1)
+
+
+def test_iterations_that_overlap_keep_theirs_at_the_same_time(run: RunDirectory) -> None:
+    """Each in a thread of its own, whose turns come anywhere."""
+    made = seal_episodes(run, 0, [[game(0)]])
+    keeper = EpisodeKeeper(run)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(keeper.begin, *made) for _ in range(200)]:
+                done.result(60)
+    finally:
+        sys.setswitchinterval(interval)
+    keeper.settle()
+    assert run.episodes_path(0).exists()
 
 
 @pytest.mark.parametrize("damage", ["bytes", "cut", "link", "fifo", "text"])
