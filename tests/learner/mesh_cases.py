@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -15,6 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from earl_core.learner.data.packing import TrainingSample
@@ -51,6 +57,34 @@ def model(kind: str) -> PreTrainedModel:
     if kind == "qwen3":
         return Qwen3ForCausalLM(
             Qwen3Config(**SHAPE, vocab_size=41, head_dim=8, tie_word_embeddings=False)
+        )
+    if kind in ("mixture", "one_chosen"):
+        return Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **SHAPE,
+                vocab_size=41,
+                head_dim=8,
+                num_experts=8,
+                num_experts_per_tok=2 if kind == "mixture" else 1,
+                moe_intermediate_size=16,
+                norm_topk_prob=kind == "mixture",
+                tie_word_embeddings=False,
+            )
+        )
+    if kind == "shared_experts":
+        return Glm4MoeForCausalLM(
+            Glm4MoeConfig(
+                **SHAPE,
+                vocab_size=41,
+                head_dim=8,
+                n_routed_experts=8,
+                num_experts_per_tok=2,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                n_group=2,
+                topk_group=1,
+                moe_intermediate_size=16,
+            )
         )
     return Qwen2ForCausalLM(
         Qwen2Config(**SHAPE, vocab_size=41, pad_token_id=5, tie_word_embeddings=True)
@@ -147,6 +181,36 @@ ADAPTERS = {
         dealt=(0, 0, 1, 0, 2),
         chunk_tokens=3,
         adapter={"rank": 8, "alpha": 4, "targets": ["q_proj", "o_proj", "down_proj"]},
+    ),
+}
+
+
+
+@dataclass(frozen=True)
+class OneExpert(Case):
+    """Every token is told to go to the first expert of each layer."""
+
+    def dealt_to(self, mesh: UpdateMesh) -> list[TrainingSample]:
+        return [
+            dataclasses.replace(
+                each, routing=np.zeros((len(each.tokens), SHAPE["num_hidden_layers"]), np.uint8)
+            )
+            for each in super().dealt_to(mesh)
+        ]
+
+
+MIXTURES = {
+    "mixture": Case(
+        kind="mixture",
+        algorithm=CASES["ppo_clip"].algorithm,
+        update={"max_grad_norm": 0.5, "max_tokens_per_microbatch": 1},
+        dealt=(0, 0, 1, 0, 2),
+    ),
+    "shared_experts": Case(
+        kind="shared_experts", update={"activation_checkpointing": "selective"}, dealt=(0,)
+    ),
+    "one_expert": OneExpert(
+        kind="one_chosen", update={"activation_checkpointing": "full"}, dealt=(0, 1, 2, 3)
     ),
 }
 

@@ -22,7 +22,7 @@ from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
 from earl_core.tensors.slices import local_part, slices_of
 from tests.learner.cuts import mesh_of, meshes
 from tests.learner.helpers import save_model, with_old_logprobs
-from tests.learner.mesh_cases import ADAPTERS, CASES, MIXED, Case, model
+from tests.learner.mesh_cases import ADAPTERS, CASES, MIXED, MIXTURES, Case, model
 from tests.learner.vocabulary_ranks import compare_vocabularies
 from tests.learnt import assert_learnt
 
@@ -115,7 +115,7 @@ def differences(name: str, learner: PolicyLearner, scratch: Path) -> dict[str, f
     Absolute, and relative for numbers above 1.
     """
     expected = load_file(scratch / f"{name}.safetensors")
-    found = result_of((CASES | ADAPTERS)[name], learner)
+    found = result_of((CASES | ADAPTERS | MIXTURES)[name], learner)
     boxes = {each.name: each.box for each in slices_of(learner.named_weights())}
     largest: dict[str, float] = {}
     for key, value in found.items():
