@@ -46,9 +46,10 @@ class StageDeployment(NamedTuple):
     replicas (copies of the parameters) x shard (ranks that share one copy, FSDP) x
     context_parallel (ranks that share the tokens of each microbatch) x tensor_parallel (ranks that
     share each matrix). expert_parallel: data-parallel ranks (replicas x shard) that hold different
-    experts of a mixture; it takes no further ranks. threads: CPU threads of each device. max_model_len: tokens of one sequence.
-    logits_chunk_tokens: positions whose logits exist at a time. offload_optimizer: its state lies
-    in the host's memory. 0 for a size: it has no limit here.
+    experts of a mixture; it takes no further ranks. threads: CPU threads of each device.
+    max_model_len: tokens of one sequence. logits_chunk_tokens: positions whose logits exist at a
+    time. offload_optimizer: its state lies in the host's memory. 0 for a size: it has no limit
+    here.
 
     A plain tuple, because a choice makes hundreds within milliseconds; pydantic checks it as a
     field of a model, and writes it as a mapping.

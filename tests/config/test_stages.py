@@ -44,6 +44,41 @@ def test_experts_are_divided_where_there_are_some() -> None:
         check_stages(divided, shape(), CORES)
 
 
+@pytest.mark.parametrize(
+    ("experts", "update", "message"),
+    [
+        (8, {"replicas": 2, "shard": 2, "expert_parallel": 4}, ""),
+        (8, {"replicas": 3, "shard": 2, "expert_parallel": 6}, "6 does not.*8 experts: use 1 or"),
+        (8, {"shard": 3, "expert_parallel": 2}, "3 data-parallel ranks .*: use 1 or 3"),
+        (8, {"shard": 2, "context_parallel": 4, "expert_parallel": 4}, "4 does not divide the 2"),
+        (8, {"shard": 2, "tensor_parallel": 2, "expert_parallel": 2}, "set tensor_parallel to 1"),
+        (
+            0,
+            {"shard": 2, "expert_parallel": 2},
+            r"stages\.update\.expert_parallel is 2: .*no exper",
+        ),
+    ],
+)
+def test_experts_are_divided_evenly_over_data_parallel_ranks(
+    experts: int, update: dict[str, Any], message: str
+) -> None:
+    cores = CORES.model_copy(update={"cpu_cores": 8})
+    given = shape().model_copy(update={"experts": experts, "model_type": "qwen3_moe"})
+    if not message:
+        check_stages(config(update=update), given, cores)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_stages(config(update=update), given, cores)
+
+
+def test_tokens_go_to_experts_of_their_own_host() -> None:
+    two = Hardware(cpu_cores=4, memory_bytes=2**33, hosts=2)
+    experts = shape().model_copy(update={"experts": 8, "model_type": "qwen3_moe"})
+    check_stages(config(update={"replicas": 2, "shard": 2, "expert_parallel": 2}), experts, two)
+    with pytest.raises(ConfigError, match=r"their own host, and 4 .* its 2 .*: use 1 or 2"):
+        check_stages(config(update={"replicas": 2, "shard": 2, "expert_parallel": 4}), experts, two)
+
+
 def test_mixtures_that_vllm_was_not_proven_to_take_are_refused() -> None:
     experts = shape().model_copy(update={"experts": 8, "model_type": "deepseek_v3"})
     with pytest.raises(ConfigError, match=r"qwen3_moe only.*deepseek_v3.*rollout\.engine=torch"):

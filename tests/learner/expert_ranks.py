@@ -38,9 +38,7 @@ def prepare(scratch: Path) -> None:
 
 
 def published(learner: PolicyLearner, directory: Path) -> str:
-    return publish(
-        learner.parallel.published, directory, 1, "float32", mesh=learner.mesh
-    ).digest
+    return publish(learner.parallel.published, directory, 1, "float32", mesh=learner.mesh).digest
 
 
 def of(degree: int, *sizes: int) -> StageDeployment:

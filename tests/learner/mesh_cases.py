@@ -185,7 +185,6 @@ ADAPTERS = {
 }
 
 
-
 @dataclass(frozen=True)
 class OneExpert(Case):
     """Every token is told to go to the first expert of each layer."""

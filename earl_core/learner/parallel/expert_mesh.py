@@ -73,9 +73,7 @@ def expert_mesh(deployment: StageDeployment, device_type: str) -> ExpertMesh | N
     if sizes not in _CONNECTED:
         # Ranks are numbered with context ranks last.
         numbers = np.arange(deployment.ranks).reshape(copies, shard, degree, context)
-        mesh = DeviceMesh(
-            device_type, numbers.swapaxes(2, 3).tolist(), mesh_dim_names=EXPERT_AXES
-        )
+        mesh = DeviceMesh(device_type, numbers.swapaxes(2, 3).tolist(), mesh_dim_names=EXPERT_AXES)
         _CONNECTED[sizes] = ExpertMesh(mesh, mesh[PARTS]._flatten("expert_parts"))
     return _CONNECTED[sizes]
 

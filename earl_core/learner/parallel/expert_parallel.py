@@ -91,7 +91,9 @@ class _Experts:
         parameters = self._module._parameters.items()
         local._parameters = {n: own_part(cast(torch.Tensor, each)) for n, each in parameters}
         local.num_experts = self.held
-        found = type(self._module).forward(local, rows, experts[:, None], rows.new_ones(len(rows), 1))
+        found = type(self._module).forward(
+            local, rows, experts[:, None], rows.new_ones(len(rows), 1)
+        )
         return cast(torch.Tensor, found)
 
     @property
