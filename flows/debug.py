@@ -23,7 +23,6 @@ from earl_core.control.run_controller import (
 from earl_core.control.stage_execution import observe
 from earl_core.control.worker_groups import Progress
 from earl_core.deployment.plan import DeploymentPlan
-from earl_core.deployment.stage_deployment import AXES
 from earl_core.deployment.stages import STAGES, WEIGHTS, in_wave, rounds
 from earl_core.dispatch import Manifest
 from flows.stage_graph import StageGraph, Work
@@ -165,7 +164,9 @@ class Debugged:
         """The sealed plan, as far as it works in one process."""
         plan = DeploymentPlan.model_validate(sealed.outputs["plan"])
         alone = {
-            name: each._replace(**dict.fromkeys((*AXES, "expert_parallel"), 1))
+            name: each._replace(
+                replicas=1, shard=1, tensor_parallel=1, context_parallel=1, expert_parallel=1
+            )
             for name, each in plan.stages.items()
         }
         plan = plan.model_copy(update={"stages": alone})

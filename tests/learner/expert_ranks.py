@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.distributed import fsdp  # noqa: F401  (imported before the ranks part)
 
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.learner.parallel.mesh import create_mesh
+from earl_core.learner.parallel_model import build_shell, parallelize
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.learner.reshard import reshard
+from earl_core.system.errors import ConfigError
 from earl_core.tensors.slices import local_part, slices_of
 from earl_core.weights.publish import publish
 from tests.learner.cuts import mesh_of
 from tests.learner.helpers import save_model
-from tests.learner.mesh_cases import MIXTURES, model
-from tests.learner.mesh_ranks import check_shell, compute_alone, differences
+from tests.learner.mesh_cases import MIXED_MIXTURE, MIXTURES, model
+from tests.learner.mesh_ranks import check_shell, compute_alone, differences, mixed_distances
 from tests.learnt import assert_learnt
 
 
@@ -27,7 +32,10 @@ def prepare(scratch: Path) -> None:
     """Write the models, what one process computes, and a state of its."""
     for kind in {case.kind for case in MIXTURES.values()}:
         save_model(model(kind), scratch / kind)
-    compute_alone(scratch, MIXTURES)
+    exact = dataclasses.replace(MIXED_MIXTURE, update={**MIXED_MIXTURE.update, "precision": "fp32"})
+    compute_alone(scratch, MIXTURES | {"mixed": MIXED_MIXTURE, "exact": exact})
+    for name in MIXTURES:
+        check_learnt(load_file(scratch / f"{name}.safetensors"), one=name == "one_expert")
     learner = MIXTURES["mixture"].learner(scratch)
     before = {name: each.clone() for name, each in learner.named_weights().items()}
     norm = learner.update(MIXTURES["mixture"].dealt_to(learner.mesh), iteration=0)["grad_norm"]
@@ -35,6 +43,18 @@ def prepare(scratch: Path) -> None:
     learner.save(scratch / "state", {"policy_version": 1})
     (scratch / "shared").mkdir()
     (scratch / "digest").write_text(published(learner, scratch / "shared"))
+
+
+def check_learnt(found: dict[str, torch.Tensor], *, one: bool) -> None:
+    """Routers and several experts had gradients; or one expert alone had, of each layer."""
+    for key, gradient in found.items():
+        kind, _, name = key.partition(" ")
+        if kind.startswith("gradient") and (".experts." in name or name.endswith("gate.weight")):
+            moved = gradient.flatten(1).abs().amax(dim=1) > 1e-6
+            if one and ".experts." in name:
+                assert moved.tolist() == [True] + [False] * 7, key
+            else:
+                assert moved.sum() >= 4, (key, moved)
 
 
 def published(learner: PolicyLearner, directory: Path) -> str:
@@ -74,9 +94,38 @@ def compare(scratch: Path) -> dict[str, float]:
         check_parts(learner)
         check_shell(learner, mesh)
         mesh.close()
+    if ranks == 2:
+        check_refusals()
     back = mesh_of(1, ranks, 1, 1)
     check_states(scratch, [back, *shapes, mesh_of(ranks, 1, 1, 1), back])
     return found
+
+
+def compare_mixed(scratch: Path) -> dict[str, dict[str, float]]:
+    """In bf16, as `mesh_ranks.compare_mixed`."""
+    return mixed_distances(scratch, TWO, MIXED_MIXTURE)
+
+
+def check_refusals() -> None:
+    """Experts that two ranks cannot divide; a model without any stays as it is."""
+    mesh = create_mesh(TWO[1])
+    for family, experts, message in (
+        ("Mixtral", 3, "2 does not divide the 3 of model.layers.0"),
+        ("JetMoe", 4, "no layers of transformers' experts interface"),
+    ):
+        config = getattr(transformers, f"{family}Config")(
+            vocab_size=41, hidden_size=32, intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, kv_channels=8,
+            num_local_experts=experts, num_experts_per_tok=2,
+        )  # fmt: skip
+        with torch.device("meta"):
+            mixture = getattr(transformers, f"{family}ForCausalLM")(config)
+        with pytest.raises(ConfigError, match=message):
+            parallelize(mixture, mesh)
+    dense = parallelize(model("qwen3"), mesh)
+    boxes = [each.box for each in slices_of(dense.trained)]
+    assert [each.box for each in slices_of(build_shell(dense, mesh).trained)] == boxes
+    mesh.close()
 
 
 def check_parts(learner: PolicyLearner) -> None:

@@ -186,16 +186,21 @@ ADAPTERS = {
 
 
 @dataclass(frozen=True)
-class OneExpert(Case):
-    """Every token is told to go to the first expert of each layer."""
+class Told(Case):
+    """The experts of each token are told: the first of each layer, or any two."""
 
     def dealt_to(self, mesh: UpdateMesh) -> list[TrainingSample]:
         return [
-            dataclasses.replace(
-                each, routing=np.zeros((len(each.tokens), SHAPE["num_hidden_layers"]), np.uint8)
-            )
+            dataclasses.replace(each, routing=self._routing(each.sample_id, len(each.tokens)))
             for each in super().dealt_to(mesh)
         ]
+
+    def _routing(self, seed: int, tokens: int) -> np.ndarray:
+        layers = SHAPE["num_hidden_layers"]
+        if self.kind == "one_chosen":
+            return np.zeros((tokens, layers), np.uint8)
+        every = np.random.default_rng(seed).random((tokens, layers, 8)).argsort(axis=2)
+        return every[:, :, :2].reshape(tokens, -1).astype(np.uint8)
 
 
 MIXTURES = {
@@ -208,9 +213,7 @@ MIXTURES = {
     "shared_experts": Case(
         kind="shared_experts", update={"activation_checkpointing": "selective"}, dealt=(0,)
     ),
-    "one_expert": OneExpert(
-        kind="one_chosen", update={"activation_checkpointing": "full"}, dealt=(0, 1, 2, 3)
-    ),
+    "one_expert": Told(kind="one_chosen", update={"activation_checkpointing": "full"}),
 }
 
 # A sample a microbatch, so that ranks which share no sample compute what one process does, bit for
@@ -224,3 +227,6 @@ MIXED = Case(
         "activation_checkpointing": "full",
     },
 )
+
+# Rounding would choose other experts.
+MIXED_MIXTURE = Told(kind="mixture", update=MIXED.update)

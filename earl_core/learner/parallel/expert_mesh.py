@@ -1,8 +1,8 @@
 """The ranks of an update as the experts of a mixture see them.
 
-Data-parallel ranks that follow each other hold different experts, n of them all; their context
-ranks hold parts of the same experts, and so do the n-rank blocks that one copy of the parameters
-has. Experts that are held again beyond those are copies.
+Blocks of n data-parallel ranks that follow each other hold all experts, each rank others. Ranks at
+the same place of their blocks hold the same experts: parts of them where the blocks share one copy
+of the parameters (`shard`), and context ranks; copies of them where blocks are of other replicas.
 """
 
 from __future__ import annotations

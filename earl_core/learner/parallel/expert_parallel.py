@@ -66,12 +66,13 @@ def _undivided(model: PreTrainedModel, why: str) -> ConfigError:
 
 
 class _Experts:
-    """The experts that this rank holds, and those of the ranks that hold the others. held: here."""
+    """The experts of a layer. number: all. held: by this rank. group: name of the process group
+    whose ranks hold the others."""
 
     def __init__(self, module: nn.Module, ranks: DeviceMesh) -> None:
         self._module = module
         self._degree = ranks.size()
-        self._group = ranks.get_group().group_name
+        self.group = ranks.get_group().group_name
         self.number: int = cast(Any, module).num_experts
         self.held = self.number // self._degree
 
@@ -96,14 +97,9 @@ class _Experts:
         )
         return cast(torch.Tensor, found)
 
-    @property
-    def group(self) -> str:
-        """Name of the process group."""
-        return self._group
-
 
 # How many rows travel is known to the host alone, so that nothing of it could be compiled.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _at_home(
     experts: _Experts,
     hidden_states: torch.Tensor,
