@@ -164,7 +164,9 @@ class Debugged:
         """The sealed plan, as far as it works in one process."""
         plan = DeploymentPlan.model_validate(sealed.outputs["plan"])
         alone = {
-            name: each._replace(replicas=1, shard=1, tensor_parallel=1, context_parallel=1)
+            name: each._replace(
+                replicas=1, shard=1, tensor_parallel=1, context_parallel=1, expert_parallel=1
+            )
             for name, each in plan.stages.items()
         }
         plan = plan.model_copy(update={"stages": alone})

@@ -92,6 +92,7 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
             "rollout.vllm.expert_parallel wants GPUs: vLLM on a CPU computes with experts that "
             "another rank has as if they were its own; leave it out"
         )
+    _check_experts(config, model, hardware)
     for key, iteration in config.stages.steps():
         for deployment in filter(None, config.stages.at(iteration)):
             for name, degree, problem in layout_problems(model, deployment):
@@ -114,6 +115,37 @@ def _check_states(rollout: RolloutConfig, kind: str, hardware: Hardware) -> None
             f"rollout.drafts is set, and layers of {kind} models have a state, from which wrong "
             "draft tokens are not taken back here: leave rollout.drafts out"
         )
+
+
+def _check_experts(config: RunConfig, model: ModelShape, hardware: Hardware) -> None:
+    """Raise `ConfigError` where the update's ranks cannot divide the model's experts."""
+    stages = config.stages
+    for key, iteration in stages.steps():
+        given = stages.at(iteration)[1]
+        if given is None or given.expert_parallel == 1:
+            continue
+        name, degree = f"{key}.update.expert_parallel", given.expert_parallel
+        if problem := expert_problem(model, degree):
+            raise ConfigError(f"{name} is {degree}: {problem}")
+        mesh = configured(stages, config.rollout, config.update, hardware, iteration)[1]
+        ranks = most_on_a_host(mesh, hardware.hosts) // mesh.context_parallel
+        if ranks % degree:
+            working = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise ConfigError(
+                f"{name} is {degree}: tokens go to experts of their own host, and {degree} does "
+                f"not divide its {ranks} data-parallel ranks: use {working}"
+            )
+
+
+def expert_problem(model: ModelShape, degree: int) -> str:
+    """Return the reason why the model's experts cannot be divided over so many ranks; empty when
+    they can."""
+    if degree > 1 and model.experts <= 1:
+        return "this model has no experts to divide: leave it out"
+    if model.experts % degree:
+        working = " or ".join(str(n) for n in range(1, degree) if model.experts % n == 0)
+        return f"{degree} does not divide the model's {model.experts} experts: use {working}"
+    return ""
 
 
 def check_devices(config: RunConfig, hardware: Hardware) -> None:

@@ -91,6 +91,10 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if (stages := whole.get("stages", {})).get("placement", "") is None:
         # Its default had a name before the selector could choose another.
         stages["placement"] = "colocated"
+    for layout in (stages, *stages.get("changes", ())):
+        if layout.get("update") and layout["update"]["expert_parallel"] == 1:
+            # As it was before experts could be divided.
+            del layout["update"]["expert_parallel"]
     for name, default in _LATER.items():
         section, _, key = name.rpartition(".")
         # There is no section where it is null.

@@ -63,6 +63,13 @@ class UpdateStage(_Stage):
     tensor_parallel: int = Field(
         default=1, ge=1, description="Tensor-parallel degree: ranks that share each matrix."
     )
+    expert_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Data-parallel ranks of a host (`replicas` x `shard`) over which the experts "
+        "of a mixture are divided, and to which tokens go; divides them, and takes no further "
+        "ranks.",
+    )
     offload_optimizer: bool = Field(
         default=False, description="Keep the optimizer state in the host's memory; GPUs only."
     )
@@ -71,6 +78,22 @@ class UpdateStage(_Stage):
         ge=0,
         description="Positions whose logits exist at the same time; 0: as memory allows.",
     )
+
+    @model_validator(mode="after")
+    def _experts_are_divided_over_data_ranks(self) -> UpdateStage:
+        degree, ranks = self.expert_parallel, self.replicas * self.shard
+        if degree > 1 and self.tensor_parallel > 1:
+            raise ValueError(
+                f"expert_parallel {degree} beside tensor_parallel {self.tensor_parallel} is not "
+                "supported: set tensor_parallel to 1, and use shard or context_parallel instead"
+            )
+        if ranks % degree:
+            working = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise ValueError(
+                f"expert_parallel {degree} does not divide the {ranks} data-parallel ranks "
+                f"(replicas {self.replicas} x shard {self.shard}): use {working}"
+            )
+        return self
 
     @property
     def deployment(self) -> StageDeployment:

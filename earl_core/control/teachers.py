@@ -13,7 +13,7 @@ from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.algorithm import INITIAL
-from earl_core.config.feasibility import layout_problems
+from earl_core.config.feasibility import expert_problem, layout_problems
 from earl_core.control.ancestor import Ancestor, find_model
 from earl_core.deployment.shapes import ModelShape
 from earl_core.pretrained.adapter_checks import check_whole_model
@@ -104,6 +104,13 @@ def _check_layout(config: RunConfig, text: str, shape: ModelShape) -> None:
         return
     for key, iteration in config.stages.steps():
         update = config.stages.at(iteration)[1]
+        experts = 1 if update is None or shape.experts <= 1 else update.expert_parallel
+        if problem := expert_problem(shape, experts):
+            raise ConfigError(
+                f"algorithm.kl.reference {text!r} is laid out as {key}.update with expert_parallel "
+                f"{experts}, and {problem}",
+                remedy="use a degree that divides the experts of both models",
+            )
         for name, degree, problem in layout_problems(shape, update) if update else ():
             raise ConfigError(
                 f"algorithm.kl.reference {text!r} is laid out as {key}.update with {name} "

@@ -34,6 +34,10 @@ def _checkpointing(stored: Any) -> Any:
 AXES = ("replicas", "shard", "context_parallel", "tensor_parallel")
 """The axes of a mesh, in the order of rank numbers, the fastest last."""
 
+EXPERT_AXES = ("expert_copies", "expert_shard", "expert_context", "expert_parallel")
+"""The axes of the same ranks as experts see them: whole copies, ranks that share the parts of the
+same experts, context ranks, ranks with different experts."""
+
 
 class StageDeployment(NamedTuple):
     """The layout of one stage for one iteration; its worker groups follow when it changes.
@@ -41,9 +45,11 @@ class StageDeployment(NamedTuple):
     rollout: `replicas` engines of `tensor_parallel` devices each. Training stages: a mesh of
     replicas (copies of the parameters) x shard (ranks that share one copy, FSDP) x
     context_parallel (ranks that share the tokens of each microbatch) x tensor_parallel (ranks that
-    share each matrix). threads: CPU threads of each device. max_model_len: tokens of one sequence.
-    logits_chunk_tokens: positions whose logits exist at a time. offload_optimizer: its state lies
-    in the host's memory. 0 for a size: it has no limit here.
+    share each matrix). expert_parallel: data-parallel ranks (replicas x shard) that hold different
+    experts of a mixture; it takes no further ranks. threads: CPU threads of each device.
+    max_model_len: tokens of one sequence. logits_chunk_tokens: positions whose logits exist at a
+    time. offload_optimizer: its state lies in the host's memory. 0 for a size: it has no limit
+    here.
 
     A plain tuple, because a choice makes hundreds within milliseconds; pydantic checks it as a
     field of a model, and writes it as a mapping.
@@ -61,6 +67,7 @@ class StageDeployment(NamedTuple):
     activation_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] = "none"
     logits_chunk_tokens: Size = 0
     offload_optimizer: bool = False
+    expert_parallel: Degree = 1
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -73,6 +80,15 @@ class StageDeployment(NamedTuple):
     def axes(self) -> tuple[int, int, int, int]:
         """Ranks along each of `AXES`."""
         return self.replicas, self.shard, self.context_parallel, self.tensor_parallel
+
+    @property
+    def expert_axes(self) -> tuple[int, int, int, int]:
+        """Ranks along each of `EXPERT_AXES`. Those with different experts follow each other among
+        the data-parallel ranks, which `expert_parallel` divides; what they leave of `shard` shares
+        the parts of the same experts."""
+        common = math.gcd(self.shard, self.expert_parallel)
+        copies = self.replicas * common // self.expert_parallel
+        return copies, self.shard // common, self.context_parallel, self.expert_parallel
 
     @property
     def ranks(self) -> int:
@@ -106,6 +122,7 @@ class StageDeployment(NamedTuple):
         words = [f"TP {self.tensor_parallel}"]
         words += [f"CP {self.context_parallel}"] if self.context_parallel > 1 else []
         words += [f"shard {self.shard}"] if self.shard > 1 else []
+        words += [f"EP {self.expert_parallel}"] if self.expert_parallel > 1 else []
         words += [f"x {self.replicas}"] if self.replicas > 1 or self.stage == "rollout" else []
         words += [f"{self.threads} threads"] if self.threads > 1 else []
         words += [f"microbatch {size}"] if (size := self.max_tokens_per_microbatch) else []
@@ -132,5 +149,6 @@ def move_between(before: StageDeployment, after: StageDeployment) -> Move:
         return "settings" if limited == after else "rebuild"
     if before.stage != "update" or before.ranks != after.ranks:
         return "rebuild"
-    same = before.axes == after.axes and before.offload_optimizer == after.offload_optimizer
+    moved = ("axes", "expert_parallel", "offload_optimizer")
+    same = all(getattr(before, name) == getattr(after, name) for name in moved)
     return "settings" if same else "reshard"

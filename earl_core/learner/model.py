@@ -218,6 +218,7 @@ _KEPT = frozenset(
         "aten._scaled_dot_product_fused_attention_overrideable",
         "torch_attn._varlen_attn",
         "_c10d_functional.all_reduce",
+        "_c10d_functional.all_to_all_single",
         "_c10d_functional.reduce_scatter_tensor",
     }
 )

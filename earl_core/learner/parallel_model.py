@@ -1,4 +1,4 @@
-"""A policy on a mesh: split over tensor ranks, then sharded with FSDP2.
+"""A policy on a mesh: split over tensor ranks or by expert, then sharded with FSDP2.
 
 Tensor parallelism first, which cuts matrices, then `fully_shard` over the shard and context ranks
 of the embedding, of each decoder layer, of the last norm, of the output layer, and of the rest:
@@ -14,7 +14,7 @@ group is asked for anything.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,11 +22,19 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
+from torch.distributed.tensor import DTensor, Shard
 
 from earl_core.learner.layer_probe import decoder_layers
 from earl_core.learner.lm_head import decoder_of, head_of
 from earl_core.learner.low_rank import attach_pairs, pairs_of, peft_name
 from earl_core.learner.model import PolicyModule, Scoring, settle
+from earl_core.learner.parallel.expert_mesh import ExpertMesh
+from earl_core.learner.parallel.expert_parallel import divide_experts
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
 from earl_core.pretrained.huggingface import PreTrainedModel
@@ -135,6 +143,8 @@ def parallelize(
     vocabulary = None
     if mesh.deployment.tensor_parallel > 1:
         vocabulary = split_over_ranks(model, mesh.submesh("tensor_parallel"))
+    if mesh.experts is not None:
+        divide_experts(model, mesh.experts.ranks)
     scoring = Scoring(
         head_of(model),
         LogitTransform.of(model.config),
@@ -162,6 +172,9 @@ def _shard(module: PolicyModule, mesh: UpdateMesh, mixed: bool) -> None:
         options["mp_policy"] = MixedPrecisionPolicy(
             torch.bfloat16, torch.float32, cast_forward_inputs=False
         )
+    alone = mesh.group("parameters") is None
+    if mesh.experts is not None:
+        options["shard_placement_fn"] = _placement(mesh.experts, copies=not alone)
     model, scoring = module.causal_lm, module.scoring
     embedding: Any = model.get_input_embeddings()
     # The backward pass begins with the last units.
@@ -178,13 +191,28 @@ def _shard(module: PolicyModule, mesh: UpdateMesh, mixed: bool) -> None:
         fully_shard(norm, **options, reshard_after_forward=False)
     # The model has its head in a second place, which does not make it a part of the rest.
     fully_shard(module, **options, ignored_params=set(scoring.head.parameters()))
-    if mesh.group("parameters") is None:
+    if alone:
         return
     for part in cast(nn.Module, module).modules():
         if isinstance(part, FSDPModule):
             # The loss has the denominators of the whole minibatch: gradients are sums.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+
+def _placement(experts: ExpertMesh, *, copies: bool) -> Callable[[nn.Parameter], Any]:
+    """Say for each parameter over which ranks FSDP2 shards it: an expert's over those that hold
+    the same experts, any other over the mesh of its unit. copies: of experts add gradients up."""
+    mesh = experts.parameter_mesh(copies=copies)
+    info = FSDPMeshInfo(mesh, 0)
+    if mesh.ndim == 2:
+        info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    result = ShardPlacementResult(Shard(0), info)
+
+    def of(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return result if isinstance(parameter, DTensor) else None
+
+    return of
 
 
 def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:

@@ -307,7 +307,7 @@ class PolicyLearner:
         counts = [len(plan) for plan in plans]
         if not self._others_wait:
             return counts
-        if self.mesh.group("parameters") is not None:
+        if self.mesh.group("parameters") is not None or self.mesh.experts is not None:
             # Forward and backward passes wait for ranks that have other samples.
             return self._ranks.most(counts)
         # Without shards the ranks meet after the last microbatch; gradients must be there then.

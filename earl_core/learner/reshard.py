@@ -28,7 +28,10 @@ def reshard(
     old = learner.mesh
     parallel = learner.parallel
     moved = Moved({name: dict(state) for name, state in learner.optimizer.state.items()})
-    if deployment.axes != old.deployment.axes:
+    if (deployment.axes, deployment.expert_axes) != (
+        old.deployment.axes,
+        old.deployment.expert_axes,
+    ):
         new = create_mesh(deployment, old.hosts)
         try:
             shell = build_shell(parallel, new)

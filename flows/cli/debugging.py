@@ -111,7 +111,7 @@ def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunC
         notes.append(f"the torch engine plays, because {config.rollout.engine} has own processes")
     update = config.stages.update or UpdateStage()
     engine = config.stages.rollout or RolloutStage()
-    alone = update.model_copy(update=dict.fromkeys(AXES, 1))
+    alone = update.model_copy(update=dict.fromkeys((*AXES, "expert_parallel"), 1))
     ranks = config.experience.ranks * config.cluster.most * engine.replicas
     if ranks > 1 or alone != update or config.stages.changes:
         notes.append("every stage has one rank")

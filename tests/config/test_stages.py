@@ -11,6 +11,7 @@ from earl_core.config import ConfigError, RunConfig, dump_config, parse_config
 from earl_core.config.feasibility import check_stages, tensor_degrees
 from earl_core.config.table import resolved_rows
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stage_deployment import move_between
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.selection import SelectionInput
 from tests.config.test_config import with_
@@ -72,6 +73,58 @@ def test_experts_are_divided_where_there_are_some() -> None:
         check_stages(divided, experts, CORES)
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.expert_parallel.*leave it out"):
         check_stages(divided, shape(), CORES)
+
+
+@pytest.mark.parametrize(
+    ("experts", "update", "message"),
+    [
+        (8, {"replicas": 2, "shard": 2, "expert_parallel": 4}, ""),
+        (8, {"replicas": 3, "shard": 2, "expert_parallel": 6}, "6 does not.*8 experts: use 1 or"),
+        (8, {"shard": 3, "expert_parallel": 2}, "3 data-parallel ranks .*: use 1 or 3"),
+        (8, {"shard": 2, "context_parallel": 4, "expert_parallel": 4}, "4 does not divide the 2"),
+        (8, {"shard": 2, "tensor_parallel": 2, "expert_parallel": 2}, "set tensor_parallel to 1"),
+        (
+            0,
+            {"shard": 2, "expert_parallel": 2},
+            r"stages\.update\.expert_parallel is 2: .*no exper",
+        ),
+    ],
+)
+def test_experts_are_divided_evenly_over_data_parallel_ranks(
+    experts: int, update: dict[str, Any], message: str
+) -> None:
+    cores = CORES.model_copy(update={"cpu_cores": 8})
+    given = shape().model_copy(update={"experts": experts, "model_type": "qwen3_moe"})
+    if not message:
+        check_stages(config(update=update), given, cores)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_stages(config(update=update), given, cores)
+
+
+def test_another_degree_of_experts_is_a_live_reshard_of_the_same_ranks() -> None:
+    stages = config(
+        update={"replicas": 2, "shard": 4},
+        changes=[{"iteration": 1, "update": {"replicas": 2, "shard": 4, "expert_parallel": 2}}],
+    ).stages
+    before, after = (stages.at(iteration)[1] for iteration in (0, 1))
+    assert before is not None
+    assert after is not None
+    assert move_between(before, after) == "reshard"
+    assert before.ranks == after.ranks
+    assert after.label == "TP 1, shard 4, EP 2 x 2"
+    degrees = (1, 2, 4, 8)
+    axes = [after._replace(expert_parallel=degree).expert_axes for degree in degrees]
+    assert axes == [(2, 4, 1, 1), (2, 2, 1, 2), (2, 1, 1, 4), (1, 1, 1, 8)]
+    assert after._replace(replicas=3, expert_parallel=6).expert_axes == (1, 2, 1, 6)
+
+
+def test_tokens_go_to_experts_of_their_own_host() -> None:
+    two = Hardware(cpu_cores=4, memory_bytes=2**33, hosts=2)
+    experts = shape().model_copy(update={"experts": 8, "model_type": "qwen3_moe"})
+    check_stages(config(update={"replicas": 2, "shard": 2, "expert_parallel": 2}), experts, two)
+    with pytest.raises(ConfigError, match=r"their own host, and 4 .* its 2 .*: use 1 or 2"):
+        check_stages(config(update={"replicas": 2, "shard": 2, "expert_parallel": 4}), experts, two)
 
 
 def test_mixtures_that_vllm_was_not_proven_to_take_are_refused() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -15,6 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from earl_core.learner.data.packing import TrainingSample
@@ -51,6 +57,34 @@ def model(kind: str) -> PreTrainedModel:
     if kind == "qwen3":
         return Qwen3ForCausalLM(
             Qwen3Config(**SHAPE, vocab_size=41, head_dim=8, tie_word_embeddings=False)
+        )
+    if kind in ("mixture", "one_chosen"):
+        return Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **SHAPE,
+                vocab_size=41,
+                head_dim=8,
+                num_experts=8,
+                num_experts_per_tok=2 if kind == "mixture" else 1,
+                moe_intermediate_size=16,
+                norm_topk_prob=kind == "mixture",
+                tie_word_embeddings=False,
+            )
+        )
+    if kind == "shared_experts":
+        return Glm4MoeForCausalLM(
+            Glm4MoeConfig(
+                **SHAPE,
+                vocab_size=41,
+                head_dim=8,
+                n_routed_experts=8,
+                num_experts_per_tok=2,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                n_group=2,
+                topk_group=1,
+                moe_intermediate_size=16,
+            )
         )
     return Qwen2ForCausalLM(
         Qwen2Config(**SHAPE, vocab_size=41, pad_token_id=5, tie_word_embeddings=True)
@@ -160,6 +194,38 @@ STATES = {
     ),
 }
 
+
+@dataclass(frozen=True)
+class Told(Case):
+    """The experts of each token are told: the first of each layer, or any two."""
+
+    def dealt_to(self, mesh: UpdateMesh) -> list[TrainingSample]:
+        return [
+            dataclasses.replace(each, routing=self._routing(each.sample_id, len(each.tokens)))
+            for each in super().dealt_to(mesh)
+        ]
+
+    def _routing(self, seed: int, tokens: int) -> np.ndarray:
+        layers = SHAPE["num_hidden_layers"]
+        if self.kind == "one_chosen":
+            return np.zeros((tokens, layers), np.uint8)
+        every = np.random.default_rng(seed).random((tokens, layers, 8)).argsort(axis=2)
+        return every[:, :, :2].reshape(tokens, -1).astype(np.uint8)
+
+
+MIXTURES = {
+    "mixture": Case(
+        kind="mixture",
+        algorithm=CASES["ppo_clip"].algorithm,
+        update={"max_grad_norm": 0.5, "max_tokens_per_microbatch": 1},
+        dealt=(0, 0, 1, 0, 2),
+    ),
+    "shared_experts": Case(
+        kind="shared_experts", update={"activation_checkpointing": "selective"}, dealt=(0,)
+    ),
+    "one_expert": Told(kind="one_chosen", update={"activation_checkpointing": "full"}),
+}
+
 # A sample a microbatch, so that ranks which share no sample compute what one process does, bit for
 # bit, and add the same numbers up in float32.
 MIXED = Case(
@@ -171,3 +237,6 @@ MIXED = Case(
         "activation_checkpointing": "full",
     },
 )
+
+# Rounding would choose other experts.
+MIXED_MIXTURE = Told(kind="mixture", update=MIXED.update)

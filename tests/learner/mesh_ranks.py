@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
 from earl_core.tensors.slices import local_part, slices_of
 from tests.learner.cuts import mesh_of, meshes
 from tests.learner.helpers import save_model, with_old_logprobs
-from tests.learner.mesh_cases import ADAPTERS, CASES, MIXED, STATES, Case, model
+from tests.learner.mesh_cases import ADAPTERS, CASES, MIXED, MIXTURES, STATES, Case, model
 from tests.learner.vocabulary_ranks import compare_vocabularies
 from tests.learnt import assert_learnt
 
@@ -115,7 +116,7 @@ def differences(name: str, learner: PolicyLearner, scratch: Path) -> dict[str, f
     Absolute, and relative for numbers above 1.
     """
     expected = load_file(scratch / f"{name}.safetensors")
-    found = result_of((CASES | ADAPTERS | STATES)[name], learner)
+    found = result_of((CASES | ADAPTERS | STATES | MIXTURES)[name], learner)
     boxes = {each.name: each.box for each in slices_of(learner.named_weights())}
     largest: dict[str, float] = {}
     for key, value in found.items():
@@ -151,7 +152,7 @@ def compare(scratch: Path) -> dict[str, float]:
 
 def compare_mixed_pairs(scratch: Path) -> dict[str, dict[str, float]]:
     """As `compare_mixed`, for tensor ranks beside shards and beside context ranks."""
-    return _mixed(scratch, [mesh_of(1, 2, 1, 2), mesh_of(1, 1, 2, 2)])
+    return mixed_distances(scratch, [mesh_of(1, 2, 1, 2), mesh_of(1, 1, 2, 2)])
 
 
 def compare_mixed(scratch: Path) -> dict[str, dict[str, float]]:
@@ -161,20 +162,26 @@ def compare_mixed(scratch: Path) -> dict[str, dict[str, float]]:
     """
     # The others of four ranks do as with two.
     every = meshes(int(os.environ["WORLD_SIZE"]))
-    return _mixed(scratch, [each for each in every if max(each.axes) < 4 or each.shard == 4])
-
-
-def _mixed(scratch: Path, shapes: list[StageDeployment]) -> dict[str, dict[str, float]]:
-    torch.set_num_threads(1)
-    mixed, exact = (
-        load_file(scratch.parent / f"{name}.safetensors") for name in ("mixed", "exact")
+    return mixed_distances(
+        scratch, [each for each in every if max(each.axes) < 4 or each.shard == 4]
     )
+
+
+def mixed_distances(
+    scratch: Path,
+    shapes: Sequence[StageDeployment],
+    case: Case = MIXED,
+    names: tuple[str, str] = ("mixed", "exact"),
+) -> dict[str, dict[str, float]]:
+    """See `compare_mixed`. names: of what one process computed in the case, and in float32."""
+    torch.set_num_threads(1)
+    mixed, exact = (load_file(scratch.parent / f"{name}.safetensors") for name in names)
     found = {}
     for shape in shapes:
         mesh = create_mesh(shape)
-        learner = MIXED.learner(scratch.parent, mesh)
+        learner = case.learner(scratch.parent, mesh)
         assert {weight.dtype for weight in learner.named_weights().values()} == {torch.float32}
-        result = result_of(MIXED, learner)
+        result = result_of(case, learner)
         boxes = {each.name: each.box for each in slices_of(learner.named_weights())}
         parts: dict[str, list[torch.Tensor]] = {}
         for key, value in result.items():
@@ -183,7 +190,8 @@ def _mixed(scratch: Path, shapes: list[StageDeployment]) -> dict[str, dict[str, 
                 index = boxes[what].index if what in boxes else slice(None)
                 row = (value, mixed[key][index], exact[key][index])
                 parts.setdefault(kind, []).append(torch.stack([x.double().view(-1) for x in row]))
-        distances = {"exact": float(shape.context_parallel == shape.tensor_parallel == 1)}
+        shared = (shape.context_parallel, shape.tensor_parallel, shape.expert_parallel)
+        distances = {"exact": float(max(shared) == 1)}
         for kind, several in parts.items():
             ours, theirs, unrounded = torch.cat(several, dim=1)
             distances[kind] = float((ours - theirs).norm() / theirs.norm())

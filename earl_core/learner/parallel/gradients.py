@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from earl_core.deployment.stage_deployment import AXES
+from earl_core.learner.parallel.expert_mesh import PARTS
 from earl_core.learner.parallel.mesh import COMBINED, UpdateMesh
 from earl_core.tensors.slices import buckets
 
@@ -31,26 +32,30 @@ class Gradients:
         """Parameters whose elements this rank counts in a norm."""
         self._copied: list[nn.Parameter] = []
         """Parameters that tensor ranks hold copies of, with gradients of their tokens or heads."""
+        self._experts: list[nn.Parameter] = []
+        """Parameters that are cut by expert; replicas have others of them."""
         for parameter in self._trained:
-            cut = _cut_dimensions(parameter)
-            if all(places[name] == 0 for name in AXES if name not in cut):
+            cut, seen = _cut_dimensions(parameter), places
+            if mesh.experts is not None and "expert_parallel" in cut:
+                seen = mesh.experts.coordinates
+                self._experts.append(parameter)
+            if all(place == 0 for name, place in seen.items() if name not in cut):
                 self._counted.append(parameter)
             if mesh.deployment.tensor_parallel > 1 and "tensor_parallel" not in cut:
                 self._copied.append(parameter)
+        divided = set(map(id, self._experts))
+        self._others = [each for each in self._trained if id(each) not in divided]
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Add up what the ranks that hold the same elements found, where that is not done yet."""
         if self._mesh.deployment.ranks == 1:
             return
-        copies = self._mesh.group("replicas")
-        if copies is not None and self._mesh.group("parameters") is None:
-            for bucket in _in_buckets(self._trained):
-                _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=copies))
-        tensor = self._mesh.group("tensor_parallel")
-        if tensor is not None:
-            for bucket in _in_buckets(self._copied):
-                _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=tensor))
+        if self._mesh.group("parameters") is None:
+            _add_up(self._others, self._mesh.group("replicas"))
+            experts = self._mesh.experts
+            _add_up(self._experts, experts.group("expert_copies") if experts else None)
+        _add_up(self._copied, self._mesh.group("tensor_parallel"))
 
     @torch.no_grad()
     def clip(self, largest: float) -> float:
@@ -69,6 +74,13 @@ class Gradients:
         return found
 
 
+def _add_up(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Make the gradients their sums over the group; None: of this rank alone."""
+    if group is not None:
+        for bucket in _in_buckets(parameters):
+            _through_flat(bucket, lambda flat: dist.all_reduce(flat, group=group))
+
+
 def _cut_dimensions(parameter: torch.Tensor) -> set[str]:
     """The mesh dimensions whose ranks hold different elements."""
     if not isinstance(parameter, DTensor):
@@ -77,7 +89,7 @@ def _cut_dimensions(parameter: torch.Tensor) -> set[str]:
     cut: set[str] = set()
     for name, placement in zip(names, parameter.placements, strict=True):
         if not placement.is_replicate():
-            cut.update(COMBINED.get(name, (name,)))
+            cut.update((COMBINED | {"expert_parts": PARTS}).get(name, (name,)))
     return cut
 
 

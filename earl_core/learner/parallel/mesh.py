@@ -22,6 +22,7 @@ import numpy as np
 
 from earl_core.cluster.host import take_listener
 from earl_core.deployment.stage_deployment import AXES, StageDeployment
+from earl_core.learner.parallel.expert_mesh import ExpertMesh, expert_mesh, forget_experts
 from earl_core.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class UpdateMesh:
 
     deployment: its origin, of which only the axes count here. device_mesh: dimensions `AXES`; None
     for a single rank, which has no process group. hosts: of each rank, if they are on several.
+    experts: the same ranks as experts see them; None where these are not divided.
     """
 
     deployment: StageDeployment
@@ -63,6 +65,7 @@ class UpdateMesh:
     device: torch.device
     device_mesh: DeviceMesh | None = None
     hosts: Sequence[str] = ()
+    experts: ExpertMesh | None = None
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     _groups: dict[str, ProcessGroup] = field(default_factory=dict)
 
@@ -120,7 +123,7 @@ class UpdateMesh:
 
     def close(self) -> None:
         """Use this mesh no more. Its groups stay for the next mesh of its shape."""
-        self.device_mesh = None
+        self.device_mesh = self.experts = None
         self._groups, self._meshes = {}, {}
 
     def _connect(self) -> None:
@@ -177,7 +180,8 @@ def create_mesh(deployment: StageDeployment = ALONE, hosts: Sequence[str] = ()) 
         if axes not in _CONNECTED:
             mesh._connect()
             _CONNECTED[axes] = mesh
-        mesh = dataclasses.replace(_CONNECTED[axes], deployment=deployment)
+        experts = expert_mesh(deployment, device.type)
+        mesh = dataclasses.replace(_CONNECTED[axes], deployment=deployment, experts=experts)
     return mesh
 
 
@@ -209,6 +213,7 @@ def leave_world() -> None:
 
     if dist.is_available() and dist.is_initialized():
         _CONNECTED.clear()
+        forget_experts()
         dist.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from earl_core.config.feasibility import tensor_degrees, tensor_problem
 from earl_core.deployment.shapes import ModelShape
 from earl_core.learner.lm_head import decoder_of, head_of
 from earl_core.learner.low_rank import PairedLinear
-from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard, own_part
+from earl_core.learner.parallel.cuts import cut, own_part
+from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.system.errors import ConfigError
 
@@ -192,14 +192,6 @@ class _ByRows(PairedLinear):
         return own_part(self.lora_A), self.lora_B
 
 
-def _cut(parameter: torch.Tensor, ranks: DeviceMesh, dimension: int) -> nn.Parameter:
-    part = distribute_tensor(parameter.detach(), ranks, [Shard(dimension)], src_data_rank=None)
-    if not part.is_meta:
-        # The part is a view until here and would keep the whole tensor alive.
-        part._local_tensor = part._local_tensor.clone()
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
-
-
 def _split_matrix(
     matrix: nn.Linear, ranks: DeviceMesh, parts: _TokenParts, *, by_rows: bool
 ) -> None:
@@ -209,16 +201,16 @@ def _split_matrix(
     of its part, whose sum is its own.
     """
     dimension, paired = (1, "lora_A") if by_rows else (0, "lora_B")
-    matrix.weight = _cut(matrix.weight, ranks, dimension)
+    matrix.weight = cut(matrix.weight, ranks, dimension)
     if paired in matrix._parameters:
-        setattr(matrix, paired, _cut(getattr(matrix, paired), ranks, dimension))
+        setattr(matrix, paired, cut(getattr(matrix, paired), ranks, dimension))
     if by_rows:
         matrix.__class__ = _ByRows
         cast(_ByRows, matrix).parts = parts
         return
     matrix.__class__ = _ByColumns
     if matrix.bias is not None:
-        matrix.bias = _cut(matrix.bias, ranks, 0)
+        matrix.bias = cut(matrix.bias, ranks, 0)
 
 
 def _split_vocabulary(
@@ -234,10 +226,10 @@ def _split_vocabulary(
             f"{type(model).__name__} reads {whole} different tokens but writes "
             f"{head.weight.shape[0]}: set tensor_parallel to 1."
         )
-    embedding.weight = _cut(embedding.weight, ranks, 0)
-    head.weight = embedding.weight if tied else _cut(head.weight, ranks, 0)
+    embedding.weight = cut(embedding.weight, ranks, 0)
+    head.weight = embedding.weight if tied else cut(head.weight, ranks, 0)
     if getattr(head, "bias", None) is not None:
-        head.bias = _cut(head.bias, ranks, 0)
+        head.bias = cut(head.bias, ranks, 0)
     most = -(-whole // ranks.size())
     start = min(whole, most * ranks.get_local_rank())
     shard = VocabularyShard(start, min(most, whole - start), most, ranks.get_group())

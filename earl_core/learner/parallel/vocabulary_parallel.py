@@ -7,13 +7,13 @@ exchange of them is in `token_logprobs`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from earl_core.learner.parallel.cuts import own_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +56,3 @@ class VocabularyShard:
         place = ids - self.start
         inside = (place >= 0) & (place < self.rows)
         return place.masked_fill(~inside, 0), inside
-
-
-def own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a cut parameter, with the way back of its gradient."""
-    return cast(DTensor, parameter).to_local()

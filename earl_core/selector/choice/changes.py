@@ -17,6 +17,7 @@ _NUMBERS = {
     "replicas": "replicas",
     "context_parallel": "CP",
     "shard": "shard",
+    "expert_parallel": "EP",
     "threads": "threads",
     "max_tokens_per_microbatch": "microbatch",
     "max_running_requests": "running",
@@ -181,6 +182,7 @@ def _adapter(predictor: Predictor) -> str:
 _SHORT = {
     "tensor_parallel": "TP",
     "context_parallel": "CP",
+    "expert_parallel": "EP",
     "max_tokens_per_microbatch": "microbatch",
     "max_running_requests": "running",
 }

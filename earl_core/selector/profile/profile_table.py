@@ -78,6 +78,7 @@ _PARTS = {
     "tp": "tensor_parallel",
     "cp": "context_parallel",
     "shard": "shard",
+    "ep": "expert_parallel",
     "threads": "threads",
     "mb": "max_tokens_per_microbatch",
     "checkpointing": "activation_checkpointing",
