@@ -1,4 +1,4 @@
-"""Families with scaled logits, soft caps or sinks: engines answer as plain transformers does."""
+"""Families with scaled logits, soft caps, sinks, windows: engines answer as transformers does."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": POSITIONS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "sliding_window": POSITIONS, "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
+_WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Granite": {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
                 "attention_multiplier": 0.2},
-    "Cohere2": {"logit_scale": 0.25},
+    "Cohere2": {**_WINDOWS, "logit_scale": 0.25},
     # Small enough to bend what they cap.
-    "Gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0,
-               "final_logit_softcapping": 4.0},
-    "GptOss": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "Gemma2": {**_WINDOWS, "head_dim": 32, "query_pre_attn_scalar": 32,
+               "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+    "GptOss": {**_WINDOWS, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }  # fmt: skip
 VLLM = [pytest.mark.slow, pytest.mark.campaign]

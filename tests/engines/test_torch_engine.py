@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from earl_core.rollout.engines import slot_cache, torch_engine
 from earl_core.rollout.engines.engine import (
@@ -135,13 +135,13 @@ def test_forgetting_sequences_frees_their_memory(tmp_path: Path) -> None:
 
 
 def test_what_it_would_answer_wrongly_is_refused(tmp_path: Path) -> None:
-    config = MistralConfig(
+    config = PhimoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, sliding_window=16,
+        num_attention_heads=2, num_key_value_heads=1, sliding_window=16, num_local_experts=2,
         max_position_embeddings=64,
     )  # fmt: skip
-    MistralForCausalLM(config).save_pretrained(tmp_path / "window")
-    with pytest.raises(ConfigError, match="the last 16 tokens only"):
+    PhimoeForCausalLM(config).save_pretrained(tmp_path / "window")
+    with pytest.raises(ConfigError, match="do not hand on their sliding window of 16 tokens"):
         _start(tmp_path / "window")
     driver = _start(tmp_path / "window", max_model_len=16)
     assert len(driver.answer([1, 2, 3], max_tokens=4).tokens) == 4

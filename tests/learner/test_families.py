@@ -201,9 +201,12 @@ def test_what_packing_would_get_wrong_is_refused(
     ("family", "model", "more", "why"),
     [
         ("Bloom", "", {"n_layer": 2, "n_head": 4}, "cannot run bloom models"),
-        ("Afmoe", "", _AFMOE, r"the last 9 tokens only.*set rollout\.max_model_len to 9"),
+        (
+            "Phimoe", "", {**_EXPERTS, "sliding_window": 9},
+            r"sliding window of 9 tokens.*set rollout\.max_model_len to 9",
+        ),
     ],
-    ids=["Bloom", "Afmoe"],
+    ids=["Bloom", "Phimoe"],
 )  # fmt: skip
 def test_the_torch_engine_advises_no_engine_for_what_training_refuses(
     family: str, model: str, more: dict[str, Any], why: str, tmp_path: Path

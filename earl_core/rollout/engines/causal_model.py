@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from earl_core.pretrained.architecture import context_length, model_config
 from earl_core.pretrained.logit_transform import LogitTransform
 from earl_core.rollout.engines.row_states import STATE_LAYER
-from earl_core.rollout.engines.slot_cache import ATTENTION
+from earl_core.rollout.engines.slot_cache import ATTENTION, windows_seen
 from earl_core.system.errors import ConfigError
 from earl_core.weights.adapter_pairs import Pair
 
@@ -36,7 +36,7 @@ def load_causal_model(
     """
     config = model_config(directory, trust_remote_code)
     max_model_len = context_length(config.get_text_config(), max_model_len)
-    _refuse_windows(config, max_model_len)
+    _refuse_layers(config)
     model = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
@@ -45,7 +45,10 @@ def load_causal_model(
         trust_remote_code=trust_remote_code,
     )
     model = model.to(device).eval().requires_grad_(False)
-    _check_head(model, dtype, device)
+    with windows_seen() as seen:
+        _check_head(model, dtype, device)
+    if not any(seen):
+        _refuse_windows(config, max_model_len)
     return model, max_model_len
 
 
@@ -74,8 +77,8 @@ def _check_head(model: PreTrainedModel, dtype: torch.dtype, device: torch.device
         )
 
 
-def _refuse_windows(config: PretrainedConfig, max_model_len: int) -> None:
-    """One causal mask serves all layers, so a window shorter than the context would be ignored."""
+def _refuse_layers(config: PretrainedConfig) -> None:
+    """Refuse layers that neither attend nor have a state."""
     config = config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     other = kinds - {"full_attention", "sliding_attention", STATE_LAYER}
@@ -84,13 +87,19 @@ def _refuse_windows(config: PretrainedConfig, max_model_len: int) -> None:
             f"{config.model_type} models have layers of type {', '.join(sorted(other))}, which "
             "neither the torch engine nor training computes: choose another model"
         )
+
+
+def _refuse_windows(config: PretrainedConfig, max_model_len: int) -> None:
+    """One causal mask serves all layers, so a window that they do not ask for would be ignored."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     windowed = "sliding_attention" in kinds or not hasattr(config, "layer_types")
     if windowed and window and window < max_model_len:
         raise ConfigError(
-            f"{config.model_type} layers attend to the last {window} tokens only, not to the whole "
-            f"context of {max_model_len}: set rollout.max_model_len to {window}, or use "
-            "rollout.engine=vllm if training takes this model"
+            f"{config.model_type} layers do not hand on their sliding window of {window} tokens, "
+            f"and would attend to the whole context of {max_model_len}: set "
+            f"rollout.max_model_len to {window}, or use rollout.engine=vllm if training takes this "
+            "model"
         )
 
 

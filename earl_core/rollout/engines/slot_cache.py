@@ -8,8 +8,10 @@ neighbours, so that a batch is a view. A layer with a state has one state in eac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -253,16 +255,43 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """sdpa that never repeats the cached heads: the stock one copies the whole cache for GQA. With
     a soft cap on the scores or sinks (`s_aux`) plain products."""
+    if attention_mask is not None and sliding_window and sliding_window < key.shape[2]:
+        attention_mask = _windowed(attention_mask, sliding_window)
     if change := ScoreChange.of(softcap, s_aux):
         output = _attend_changed(query, key, value, attention_mask, scaling, change)
     else:
         attend = attend_on_cpu if query.device.type == "cpu" else attend_on_gpu
         output = attend(query, key, value, attention_mask, scaling)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _windowed(mask: torch.Tensor, window: int) -> torch.Tensor:
+    """A causal mask [rows, 1, width, visible] that also hides all but the last `window` columns of
+    what each token sees, its own among them."""
+    seen = (mask == 0).sum(-1, keepdim=True)
+    columns = torch.arange(mask.shape[-1], device=mask.device)
+    return mask.masked_fill(columns < seen - window, float("-inf"))
+
+
+@contextmanager
+def windows_seen() -> Iterator[set[int | None]]:
+    """The sliding windows that layers ask for inside the context; None: of those without one."""
+    seen: set[int | None] = set()
+
+    def noting(*given: Any, **options: Any) -> Any:
+        seen.add(options.get("sliding_window"))
+        return _attention(*given, **options)
+
+    AttentionInterface.register(ATTENTION, noting)
+    try:
+        yield seen
+    finally:
+        AttentionInterface.register(ATTENTION, _attention)
 
 
 def _attend_changed(
