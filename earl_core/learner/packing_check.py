@@ -183,7 +183,7 @@ def _check_config(model: PreTrainedModel) -> None:
             f"{name} cannot be trained: its logits have soft caps, which training does not "
             "reproduce. Choose a model without them."
         )
-    if chosen := getattr(config, "index_topk", None):
+    if chosen := getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None):
         raise ConfigError(
             f"{name} cannot be trained on packed samples: it attends to the {chosen} tokens "
             "that an indexer chooses (sparse attention), which packed training does not compute. "
