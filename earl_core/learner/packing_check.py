@@ -198,7 +198,7 @@ def without_interface(name: str) -> ConfigError:
 def _check_config(model: PreTrainedModel) -> None:
     """Refuse what no tiny sample would show."""
     config, name = _text_config(model), type(model).__name__
-    if chosen := getattr(config, "index_topk", None):
+    if chosen := getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None):
         raise ConfigError(
             f"{name} cannot be trained on packed samples: it attends to the {chosen} tokens "
             "that an indexer chooses (sparse attention), which packed training does not compute. "
