@@ -12,10 +12,18 @@ from earl_core.pretrained.huggingface import (
 from earl_core.system.errors import ConfigError
 
 _MIXTURE: dict[str, Any] = {
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-    "norm_topk_prob": True, "head_dim": 32,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 32,
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3_moe": _MIXTURE}
+_STATES: dict[str, Any] = {
+    "head_dim": 32, "linear_num_key_heads": 6, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3_moe": {**_MIXTURE, "norm_topk_prob": True},
+    "qwen3_5_text": _STATES,
+    "qwen3_5_moe_text": {**_STATES, **_MIXTURE, "shared_expert_intermediate_size": 128},
+}
 """transformers' name of each, and its own settings; widths that vLLM's CPU build takes, too."""
 
 
