@@ -56,6 +56,11 @@ _KIMI = {
     "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts": 4,
     "num_experts_per_token": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
+_QWEN4 = {
+    **_LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2,
+    "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 8, "indexer_compress_ratio": 2,
+}  # fmt: skip
 _MAMBA = {
     "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
     "mamba_d_state": 8, "mamba_chunk_size": 8, "head_dim": 16,
@@ -171,6 +176,7 @@ def _gradients(model: torch.nn.Module, logprobs: torch.Tensor) -> dict[str, torc
         (
             "KimiLinear", "", _KIMI, "layers of type linear_attention do more than attend",
         ),
+        ("Qwen4ExpText", "Qwen4ExpForCausalLM", _QWEN4, "the 8 tokens that an indexer chooses"),
         ("FalconH1", "", _MAMBA, "do more than attend"),
         ("StableLm", "", {}, "do not hand keyword arguments on to their attention"),
         ("Nemotron", "", {}, "do not hand keyword arguments on to their attention"),
