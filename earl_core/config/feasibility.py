@@ -17,7 +17,9 @@ PROVEN = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")
 """Mixtures of which vLLM was seen to compute with new experts as the trainer does. DeepSeek's
 loader takes no joined experts, and its CPU build answered otherwise from the start."""
 
-WITH_STATES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+WITH_STATES = (
+    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
 """Models of which layers have a state in place of keys and values."""
 
 

@@ -113,9 +113,9 @@ class RowStates:
                     gate.register_forward_hook(partial(_shut, self))
         if set(self._layers) != wanted:
             raise ConfigError(
-                f"{config.model_type} models have layers of type {STATE_LAYER} other than the "
-                "gated delta rule of Qwen3-Next and Qwen3.5, which the torch engine does not "
-                "compute: choose another model"
+                f"{config.model_type} models have layers of type {STATE_LAYER} with another state "
+                "than those of Qwen3.5 and Qwen3-Next, which the torch engine does not compute: "
+                "choose another model"
             )
 
     def __bool__(self) -> bool:
