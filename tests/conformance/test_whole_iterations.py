@@ -52,6 +52,20 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "advantage": {"name": "reinforce_plus_plus"}, "aggregation": {"name": "constant",
          "length": 18}, "kl": {"placement": "reward", "coefficient": 0.3}},
     ),
+    "Granite": (
+        {"logits_scaling": 0.4, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+         "attention_multiplier": 0.2},
+        {"policy_loss": {"name": "ppo_clip", "clip_low": 0.01, "clip_high": 0.02},
+         "advantage": {"name": "rloo"}, "aggregation": {"name": "token_mean"},
+         "kl": {"placement": "loss", "estimator": "k3", "coefficient": 0.2}},
+    ),
+    "Cohere2": (
+        {"logit_scale": 1.5, "sliding_window": 256,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        {"policy_loss": {"name": "cispo", "clip_high": 0.005},
+         "advantage": {"name": "turn_returns"}, "kl": {"placement": "reward", "coefficient": 0.3},
+         "aggregation": {"name": "sequence_mean_token_sum"}},
+    ),
     "Gemma2": (
         {"head_dim": 16, "sliding_window": 256, "query_pre_attn_scalar": 16,
          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0,
