@@ -159,9 +159,23 @@ def _synthetic_samples(
             advantages=np.full(context, 1.0 if number % 2 else -1.0, dtype=np.float32),
             reference_logprobs=unsure if config.needs_reference else None,
             old_logprobs=unsure if config.needs_old_logprobs else None,
+            routing=_routing(learner, config, context, number),
             episode_id=number,
             group_id=number // config.rollout.group_size,
             sample_id=number << SAMPLE_BITS,
         )
         for number in range(first, first + count)
     ]
+
+
+def _routing(
+    learner: PolicyLearner, config: RunConfig, context: int, seed: int
+) -> np.ndarray | None:
+    """Random experts of each token, in a run that records them."""
+    routers = learner.parallel.module.routers
+    if routers is None or config.rollout.record_routing == "off":
+        return None
+    shape = routers.shape
+    first = np.random.default_rng(seed).integers(0, shape.experts, (context, shape.layers, 1))
+    chosen = (first + np.arange(shape.chosen)) % shape.experts
+    return chosen.astype(shape.dtype).reshape(context, shape.width)

@@ -61,9 +61,8 @@ def test_layers_with_a_state_are_not_divided(update: dict[str, int], why: str) -
     for raw in (released, {"model_type": "qwen3_5", "text_config": named}):
         hybrid = ModelShape.from_config(raw)
         with pytest.raises(ConfigError, match=why):
-            check_stages(config("vllm", update=update), hybrid, CORES)
-        check_stages(config("vllm", update={"shard": 2}), hybrid, CORES)
-        check_stages(config("vllm", rollout={"tensor_parallel": 2}), hybrid, CORES)
+            check_stages(config("torch", update=update), hybrid, CORES)
+        check_stages(config("torch", update={"shard": 2}), hybrid, CORES)
 
 
 def test_experts_are_divided_where_there_are_some() -> None:

@@ -257,7 +257,8 @@ def test_an_adapter_of_other_matrices_is_found_by_the_headers(made: Path) -> Non
     experts = made / "experts"
     shutil.copytree(made / "base", experts)
     config = json.loads((experts / "config.json").read_text())
-    (experts / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
+    mixture = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    (experts / "config.json").write_text(json.dumps(config | mixture))
     with pytest.raises(ConfigError, match="is a mixture of 8 experts, beside which no adapter is"):
         check_adapter(ModelConfig(path=str(experts), adapter=AdapterConfig()))
 

@@ -13,10 +13,12 @@ import transformers
 from safetensors.torch import save_file
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from earl_core.config import parse_config
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample, pack
+from earl_core.learner.measure_update import measure_training
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.routers import Charge, routers_of
@@ -251,3 +253,13 @@ def test_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
     for found in launch("tests.learner.router_ranks", "compare", 2, tmp_path):
         assert len(found) == 6
         assert max(found.values()) < 1e-5, found
+
+
+def test_a_measurement_balances_random_experts(model: Path) -> None:
+    run = {
+        "name": "measured", "iterations": 1, "environment": {"name": "tic_tac_toe"},
+        "model": {"path": str(model)}, "algorithm": {"router_aux_loss_coef": COEFFICIENT},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_turns": 5},
+    }  # fmt: skip
+    learner = learner_of(model, max_tokens_per_microbatch=64)
+    assert measure_training(learner, parse_config(run), 32, 4)["step_seconds"] > 0

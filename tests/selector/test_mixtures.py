@@ -134,7 +134,7 @@ def test_ranks_that_would_cut_experts_or_states_are_not_offered() -> None:
     )
     offered, out = training_candidates("update", HYBRID, GPUS, 64, 8192)
     assert {(each.tensor_parallel, each.context_parallel) for each in offered} == {(1, 1)}
-    assert any("not spread over context-parallel ranks" in each.reason for each in out)
+    assert any("layers with a state need all of a sample" in each.reason for each in out)
 
 
 def asked(name: str, hosts: int = 1, policy: str = "live_tokens") -> SelectionInput:
