@@ -104,6 +104,7 @@ def lengths(run: Path) -> dict[int, set[int]]:
 
 @pytest.mark.slow
 @pytest.mark.campaign
+@pytest.mark.timeout(3600)
 def test_random_kills_lose_and_repeat_no_group_and_the_long_keep_their_share(runs: Runs) -> None:
     kills: Counter[str] = Counter()
     trained, long, ages = 0, 0, set()
