@@ -20,6 +20,10 @@ LAYOUTS = {
         BALANCED,
     ],
     "shard": ["stages.update={shard: 2}", "update.compile=true", BALANCED],
+    "experts": [
+        "stages.update={shard: 2}",
+        "stages.changes=[{iteration: 1, update: {shard: 2, expert_parallel: 2}}]",
+    ],
     "stream": ["schedule={staleness: 1, mode: stream}", "algorithm.kl={placement: none}"],
     "agent": [
         "environment={agent: 'tests.rollout.agents:tic_tac_toe', options: {game: {style: compact}}}"
