@@ -32,7 +32,7 @@ from benchmarks.gpu.operators import Ceilings, Entries, Ledger, Recorder, Work
 from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.learner import policy_learner, token_logprobs
+from earl_core.learner import logit_passes, policy_learner, token_logprobs
 from earl_core.learner.attention import attention_plan, varlen_cuda
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.samples import gathered_table, split_table
@@ -184,7 +184,7 @@ def _as_on_a_gpu(compiler: CountedCompiler) -> Iterator[None]:
         patch.object(attention_plan, "kernel_calls_wanted", lambda _: True),
         patch.object(varlen_cuda, "usable", lambda *_: True),
         patch.object(torch, "compile", compile_counted),
-        patch.object(token_logprobs, "_compiled", cache(compile_counted)),
+        patch.object(logit_passes, "_compiled", cache(compile_counted)),
     ):
         yield
 

@@ -159,6 +159,7 @@ def test_a_mixtures_routing_is_counted_where_it_is_recorded(tmp_path: Path) -> N
     raw = {
         "model_type": "qwen3_moe", "hidden_size": 32, "num_hidden_layers": 48, "vocab_size": 64,
         "num_attention_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 16,
         "max_position_embeddings": POSITIONS,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(raw))
