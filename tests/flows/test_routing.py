@@ -19,7 +19,8 @@ LAYOUTS = {
         "update.activation_checkpointing=full",
         BALANCED,
     ],
-    "shard": ["stages.update={shard: 2}", "update.compile=true", BALANCED],
+    "shard": ["stages.update={shard: 2}", BALANCED],
+    "compiled": ["stages.update={shard: 2}", "update.compile=true", BALANCED],
     "experts": [
         "stages.update={shard: 2}",
         "stages.changes=[{iteration: 1, update: {shard: 2, expert_parallel: 2}}]",
@@ -83,7 +84,14 @@ def test_recorded_experts_are_sealed_and_trained_and_not_kept(runs: Runs) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # Compiling takes a minute.
+        pytest.param(name, marks=pytest.mark.campaign if name == "compiled" else ())
+        for name in LAYOUTS
+    ],
+)
 def test_routing_stays_with_its_tokens(runs: Runs, layout: str) -> None:
     """On context ranks and shards, in a stream, and behind the gateway."""
     lines = _trained(runs, *LAYOUTS[layout])
