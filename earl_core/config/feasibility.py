@@ -17,11 +17,6 @@ PROVEN = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")
 """Mixtures of which vLLM was seen to compute with new experts as the trainer does. DeepSeek's
 loader takes no joined experts, and its CPU build answered otherwise from the start."""
 
-WITH_STATES = (
-    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-)  # fmt: skip
-"""Models of which layers have a state in place of keys and values."""
-
 
 def configured(
     stages: StagesConfig,
@@ -78,7 +73,7 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
     The message names the degrees that work, or the devices there are.
     """
     check_devices(config, hardware)
-    if model.model_type in WITH_STATES:
+    if model.states is not None:
         _check_states(config.rollout, model.model_type, hardware)
     if model.experts > 1 and config.rollout.engine == "vllm" and model.model_type not in PROVEN:
         raise ConfigError(
@@ -218,8 +213,6 @@ def tensor_problem(model: ModelShape, degree: int, engine: bool) -> str:
     heads, pairs = model.attention_heads, model.key_value_heads
     if degree > 1 and not engine and model.experts > 1:
         return "experts are not split over tensor-parallel ranks in training"
-    if degree > 1 and not engine and model.states is not None:
-        return "layers with a state are not split over tensor-parallel ranks in training"
     if heads % degree:
         return f"{degree} does not divide the {heads} attention heads"
     if pairs % degree and not engine:

@@ -22,6 +22,13 @@ _CASES: tuple[tuple[EntropyMode, LogitTransform], ...] = (
 )
 
 
+def _changed(logits: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
+    logits = logits * transform.scale
+    if transform.cap is None:
+        return logits
+    return torch.tanh(logits / transform.cap) * transform.cap
+
+
 def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
     """Log-probs, entropies and gradients of split logits against whole ones in float64.
 
@@ -49,10 +56,7 @@ def compare_vocabularies(mesh: UpdateMesh) -> dict[str, float]:
             )
             whole = weight.clone().requires_grad_()
             both = [each.requires_grad_() for each in (hidden.clone(), hidden.float())]
-            logits = both[0] @ whole.T * transform.scale
-            if transform.cap is not None:
-                logits = torch.tanh(logits / transform.cap) * transform.cap
-            theirs = torch.log_softmax(logits / 0.7, dim=-1)
+            theirs = torch.log_softmax(_changed(both[0] @ whole.T, transform) / 0.7, dim=-1)
             expected = [theirs.gather(1, targets[:, None])[:, 0], -(theirs.exp() * theirs).sum(-1)]
             score = HeadScore(0.7, mode, vocabulary=shard, chunk_tokens=4, transform=transform)
             ours = score(head, both[1], torch.arange(positions), targets)
