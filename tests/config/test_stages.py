@@ -10,6 +10,7 @@ import yaml
 from earl_core.config import ConfigError, RunConfig, dump_config, parse_config
 from earl_core.config.feasibility import check_stages, tensor_degrees
 from earl_core.config.table import resolved_rows
+from earl_core.deployment.layer_shapes import StateShape
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import move_between
 from earl_core.selector.choice.policy import select
@@ -134,7 +135,8 @@ def test_mixtures_that_vllm_was_not_proven_to_take_are_refused() -> None:
 
 
 def test_models_with_states_play_on_vllm_with_a_gpu_alone_and_without_drafts() -> None:
-    states = shape().model_copy(update={"model_type": "qwen3_5"})
+    carried = StateShape(layers=3, key_heads=2, value_heads=4, key_dim=8, value_dim=8, window=4)
+    states = shape().model_copy(update={"model_type": "qwen3_5", "states": carried})
     gpus = Hardware(cpu_cores=4, memory_bytes=2**33, gpus=1, gpu_memory_bytes=2**36)
     with pytest.raises(ConfigError, match=r"qwen3_5 model without a GPU.*rollout\.engine=torch"):
         check_stages(config("vllm"), states, CORES)
