@@ -20,6 +20,7 @@ from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.attention.context_parallel import ContextCut, ContextGroup, PackExchange
 from earl_core.learner.attention.state_plan import ConvolutionPlan, StatePlan
 from earl_core.learner.compiled_layers import compile_layers
+from earl_core.learner.data import packing
 from earl_core.learner.data.prefix_tree import PrefixTree, TokenRun, build_tree, separate
 from earl_core.learner.loading import load_policy
 from earl_core.learner.model import checkpoint_activations, prepare_for_packing
@@ -29,7 +30,7 @@ from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.routers import routers_of, unread_routers
 from earl_core.system.errors import ConfigError
 from tests.learner import state_ranks
-from tests.learner.helpers import random_samples, save_model
+from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.launched import launch
 from tests.learner.state_models import (
     FAMILIES,
@@ -41,6 +42,7 @@ from tests.learner.state_models import (
     separate_samples,
 )
 from tests.learner.test_policy_learner import make_learner
+from tests.learner.test_prefix_tree import branching
 
 EXACT = 5e-6
 
@@ -203,6 +205,34 @@ def test_the_vision_tower_of_a_released_checkpoint_is_left_out(
     kept = load_policy(ModelConfig(path=str(tmp_path / "saved" / "policy")), create_mesh()).model
     for name, weight in learner.named_weights().items():
         assert torch.equal(dict(kept.named_parameters())[name], weight), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_sharing_of_prefixes_changes_no_weight(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two updates of two steps each."""
+    directory = save_model(build_hybrid(family), tmp_path)
+    samples = [
+        replace(each, advantages=np.full(len(each.tokens), 1.0 - number % 3, np.float32))
+        for number, each in enumerate(branching(5, 12))
+    ]
+    ended = []
+    for shared in (True, False):
+        if not shared:
+            monkeypatch.setattr(packing, "build_tree", lambda rows: separate(list(map(len, rows))))
+        learner = make_learner(directory, max_tokens_per_microbatch=512, minibatches=2)
+        for iteration in range(2):
+            metrics = learner.update(
+                with_old_logprobs(samples, learner.score(samples)), iteration=iteration
+            )
+            assert metrics["grad_norm"] > 1e-3
+        assert (metrics["shared_prefix_share"] > 0.1) == shared
+        ended.append({name: each.detach() for name, each in learner.named_parameters()})
+    begun = dict(build_hybrid(family).named_parameters())
+    for name, weight in ended[0].items():
+        assert (weight - ended[1][name]).abs().max() <= 1e-5, name
+    assert all((ended[0][name] - each).abs().max() > 1e-4 for name, each in begun.items())
 
 
 def test_layers_with_a_state_are_not_divided_over_ranks() -> None:
