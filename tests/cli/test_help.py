@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import ROOT, Earl
 
 COMMANDS = (
-    *("init", "up", "down", "status", "runs", "config", "train", "resume", "evaluate", "play"),
+    *("init", "up", "down", "status", "runs", "config", "train", "resume", "fork", "evaluate", "play"),
     *("report", "export", "debug", "shards", "env", "doctor"),
 )
 
