@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
     FORKED,
     STALENESS,
+    Journal,
     key_uid,
     lineage,
     noted_staleness,
@@ -49,7 +51,7 @@ from earl_core.system.files import (
 _BUILDING = ".forks"
 """Among the runs; two levels below it nobody looks for runs."""
 
-_JOURNALS = ("metrics.jsonl", "ledger.jsonl", "selector.jsonl")
+_JOURNALS = ("metrics.jsonl", "selector.jsonl")
 _NOTED = ("ancestor", "adapter", "references", "precision", "selector")
 """What run.json says of the models that a run keeps, and of what `auto` was when it began."""
 
@@ -72,7 +74,11 @@ def make_fork(parent: Path, iteration: int, config: RunConfig) -> Path:
     _copy_past(parent, building, uid, iteration)
     inherit(parent, building, uid, iteration)
     write_atomic(building / "config.yaml", dump_config(config).encode())
-    write_record(building, _record(parent, record, uid, iteration))
+    forked = _record(parent, record, uid, iteration)
+    write_record(building, forked)
+    told = {"time": round(time.time(), 3), "attempt": 0, "iteration": iteration, "stage": "run"}
+    event = f"forked from {forked[FORKED]['from']}"
+    Journal(building / "ledger.jsonl").append({**told, "event": event})
     sync(building)
     fault_points.point("fork.made", iteration)
     _rename(building, target)
