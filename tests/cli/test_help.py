@@ -13,7 +13,7 @@ from tests.cli.conftest import ROOT, Earl
 
 COMMANDS = (
     *("init", "up", "down", "status", "runs", "config", "train", "resume", "fork", "evaluate"),
-    *("play", "report", "export", "debug", "shards", "env", "doctor"),
+    *("rescore", "play", "report", "export", "debug", "shards", "env", "doctor"),
 )
 
 

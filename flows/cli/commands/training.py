@@ -10,6 +10,7 @@ import typer
 from flows.cli.arguments import (
     Checkpoint,
     Debug,
+    Json,
     JsonLines,
     Overrides,
     Plain,
@@ -210,6 +211,30 @@ def report(
         from flows.cli.report import report as write_report
 
         write_report(run, runs_directory, output, episodes)
+
+
+@app.command()
+def rescore(
+    run: Run,
+    functions: Annotated[
+        list[str],
+        typer.Option(
+            "--reward",
+            metavar="FUNCTION",
+            help="As reward.functions names one: package.module:function; or an entry with "
+            "options, such as '{function: judge, options: {...}}'. May be given several times.",
+        ),
+    ],
+    overrides: Overrides = None,
+    runs_directory: RunsDirectory = "runs",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Score the episodes that a run has kept by other reward functions; nothing of it changes."""
+    with reported(debug, runs_code=True):
+        from flows.cli.rescoring import rescore as run_rescoring
+
+        run_rescoring((run, runs_directory), functions, overrides or [], as_json)
 
 
 @app.command()
