@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.load import recipe_names
+from earl_core.control.fork_plan import ForkPlan
 from earl_core.run.episodes import NAME, SCHEMA, read_episodes, read_samples
 from earl_core.run.record import is_finished, read_lines, stored_config
 from earl_core.system.errors import EarlError
@@ -144,6 +145,14 @@ class Run:
         # The directory may have been moved since its configuration was written.
         place = _overrides({"name": stored.name, "runs_directory": stored.runs_directory})
         return cls(str(Path(directory) / "config.yaml"), [*given, *place])
+
+    def fork(
+        self, name: str, settings: Mapping[str, Any] | None = None, at: str | int = "last"
+    ) -> Run:
+        """A run beside this one that goes on after its checkpoint of iteration `at`, with changed
+        `settings`; as `earl fork` makes it. Raises `ConfigError`, `CheckpointError`."""
+        plan = ForkPlan.of(self.directory, str(at), name, _overrides(settings or {}))
+        return Run.open(plan.make())
 
     @property
     def directory(self) -> Path:

@@ -30,6 +30,8 @@ from earl_core.dispatch import Manifest
 from earl_core.experience.alike_groups import TRAINED_EPISODES
 from earl_core.run import stage_key
 from earl_core.run.group_batches import misfit
+from earl_core.run.inherited_stages import recovered
+from earl_core.run.record import key_uid
 from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.choice.expected_load import computed_load, in_play, trained_load
 from earl_core.selector.choice.predict import Predictor
@@ -288,6 +290,8 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
     """
     key = key_of(controller, iteration, stage, inputs)
     known = controller.run.sealed(iteration, stage, key)
+    if known is None:
+        known = recovered(controller.run, iteration, stage, key)
     makes = STAGES[stage].makes if stage in STAGES else "columns"
     if known is not None and makes == "state":
         learner = controller.learners[STAGES[stage].role]
@@ -306,7 +310,7 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
 
 def key_of(controller: RunController, iteration: int, stage: str, inputs: Sequence[str]) -> str:
     """The key that this stage's sealed manifest must carry to count as finished."""
-    return stage_key(controller.config, controller.run.uid, iteration, stage, inputs)
+    return stage_key(controller.config, key_uid(controller.run.record), iteration, stage, inputs)
 
 
 def weights_exist(controller: RunController, manifest: Manifest) -> bool:

@@ -91,13 +91,13 @@ def scored_episodes(batch: Batch) -> list[dict[str, Any]]:
         )
         episode["turn_rewards"] += batch.row("turn_rewards", row).tolist()
         episode["said"] += json.loads(texts["texts"][row])
-    return [_readable(episode) for episode in episodes.values()]
+    return [readable(episode) for episode in episodes.values()]
 
 
 def _as_scored(episode: Episode) -> dict[str, Any]:
     """An episode that is in no batch, as reward functions get it."""
     info = episode.info
-    return _readable(
+    return readable(
         {
             "episode_id": episode.episode_id,
             "group_id": episode.group_id,
@@ -113,7 +113,9 @@ def _as_scored(episode: Episode) -> dict[str, Any]:
     )
 
 
-def _readable(episode: dict[str, Any]) -> dict[str, Any]:
+def readable(episode: dict[str, Any]) -> dict[str, Any]:
+    """An episode as reward functions get it. episode: its columns, `shared`, `turn_rewards` and
+    `said` of all its samples; `scoring` as JSON, or empty."""
     rewards, scoring, shared = episode["turn_rewards"], episode["scoring"], episode.pop("shared")
     read = transcript(episode.pop("said"), rewards)
     messages: list[dict[str, str]] = []

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 import time
 from contextlib import suppress
@@ -47,6 +48,7 @@ from earl_core.run.group_journal import GroupJournal
 from earl_core.run.lock import RunLock
 from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
+    INHERITED,
     STALENESS,
     Journal,
     changed_settings,
@@ -372,6 +374,7 @@ class RunDirectory:
     def finish(self) -> None:
         """The run is done: nothing of it stays in shared memory or in the spill."""
         self.update_record(finished=True)
+        shutil.rmtree(self.path / INHERITED, ignore_errors=True)
         if self.spill is not None:
             self.spill.remove()
         self.stores.remove()

@@ -1,8 +1,8 @@
 """The episodes that a run keeps: `iterations/000012/episodes.parquet`, written from its shards.
 
 One row per sample, ascending by `sample_id`: the columns of the rollout
-(`earl_core.trajectory.schema`), `texts` as a list, and the episode's `reward` and `scores`, null
-where it could not be scored. Texts and outcomes pass the redactor, and so does `scoring`. Failed
+(`earl_core.trajectory.schema`), `texts` as a list, and those of the rewards, null where an episode
+could not be scored. Texts and outcomes pass the redactor, and so does `scoring`. Failed
 episodes have no samples, and are not there. The file is whole or absent, and names the data that it
 was made of. `EpisodeKeeper` writes it while the update goes on.
 """
@@ -30,12 +30,16 @@ from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 from earl_core.system.files import open_file, writing_atomic
 from earl_core.trajectory.samples import OPPONENT_ROLE, transcript, utf8
-from earl_core.trajectory.schema import GROUP_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_BITS
+from earl_core.trajectory.schema import GROUP_SCHEMA, REWARD_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_BITS
 
 NAME = "episodes.parquet"
 
 _TEXTS = pa.field("texts", pa.large_list(pa.large_string()), nullable=False)
-_REWARDS = [pa.field("reward", pa.float32()), pa.field("scores", pa.large_string())]
+_REWARDS = [
+    pa.field("reward", pa.float32()),
+    pa.field("scores", pa.large_string()),
+    REWARD_SCHEMA.field("turn_totals").with_nullable(True),
+]
 _SCORED = [field.name for field in _REWARDS]
 _COLUMNS = pa.schema([*GROUP_SCHEMA.set(GROUP_SCHEMA.get_field_index("texts"), _TEXTS), *_REWARDS])
 SCHEMA = pa.schema([field for field in _COLUMNS if field.name in (*ROLLOUT_SCHEMA.names, *_SCORED)])
@@ -45,8 +49,8 @@ SCHEMA = pa.schema([field for field in _COLUMNS if field.name in (*ROLLOUT_SCHEM
 _SOURCE = b"earl.source"
 _SHOWN = ["episode_id", "prompt_id", "environment", "finish_reason", "outcome", "reward"]
 _PER_SAMPLE = ["texts", "turn_rewards", "turn_starts", "loss_mask", "rollout_logprobs"]
-_ADDED = ["role"]
-"""Files of an older release lack it."""
+_ADDED = ["role", "turn_totals"]
+"""Files of older releases lack them."""
 _BATCH = 64
 """Rows that are read at once: who wants a few episodes reads no more of them."""
 
@@ -158,7 +162,7 @@ def read_episodes(path: Path, most: int | None = None) -> list[dict[str, Any]]:
     """
     episodes: dict[int, dict[str, Any]] = {}
     try:
-        samples = read_samples(path, most, [*_SHOWN, *_PER_SAMPLE, *_ADDED])
+        samples = read_samples(path, most, [*_SHOWN, *_PER_SAMPLE, "role"])
     except FileNotFoundError:
         return []
     for row in samples.to_pylist():

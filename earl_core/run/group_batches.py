@@ -12,6 +12,7 @@ from earl_core.dispatch.reads.sources import Sources, join
 from earl_core.dispatch.spill.storage import SpillError
 from earl_core.run.directory import RunDirectory
 from earl_core.run.group_journal import SealedGroup
+from earl_core.run.record import key_uid
 from earl_core.run.replay import age_of, changed_replay, replayed_versions
 from earl_core.run.retention import first_kept
 from earl_core.trajectory.schema import GROUP_SCHEMA, ROUTING
@@ -50,7 +51,7 @@ class GroupBatches:
     def key(self, iteration: int) -> str:
         """The key of the settings that play the groups of the iteration's batch."""
         config = self._run.config
-        key = stage_key(config, self._run.uid, iteration, "collect", [])
+        key = stage_key(config, key_uid(self._run.record), iteration, "collect", [])
         # A curriculum draws by returns of an iteration that the staleness chooses.
         return f"{key}-{config.schedule.staleness}" if config.draws_by_returns else key
 

@@ -104,6 +104,12 @@ FORMAT = "earl.run/4"
 STALENESS = "staleness"
 """In run.json: the run's staleness over its iterations."""
 
+FORKED = "forked"
+"""In run.json of a fork: its parent, as of `lineage`, and `keys`, the uid in its stages' keys."""
+
+INHERITED = "inherited"
+"""The folder with what a fork may take over of its parent's later stages."""
+
 _PLACE = ("name", "runs_directory")
 """Settings that say where a run lies: they follow it when it is moved."""
 
@@ -197,10 +203,16 @@ def is_finished(run_directory: Path) -> bool:
         return False
 
 
+def key_uid(record: Mapping[str, Any]) -> str:
+    """The uid that keys of a run's stages are made with; a fork's are its parent's."""
+    return str(record.get(FORKED, {}).get("keys", record["uid"]))
+
+
 def lineage(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The ancestor of a run, its ancestor and so on, by the run's record; empty without one. Each
-    with from, name, path and digest, and that of a run with uid, iteration and policy_version."""
-    found = record.get("ancestor")
+    """What a run was forked from or its ancestor, the ancestor of that and so on, by the run's
+    record; empty without one. Each with from, name, path and digest, and that of a run with uid,
+    iteration and policy_version."""
+    found = record.get(FORKED) or record.get("ancestor")
     return [dict(found), *found.get("ancestors", ())] if found else []
 
 

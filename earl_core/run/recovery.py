@@ -115,13 +115,20 @@ def _cut_metrics(run: Path, place: Path, last: int) -> None:
     path = run / "metrics.jsonl"
     if path.is_file():
         shutil.copyfile(path, place / path.name)
-        lines = path.read_bytes().splitlines(keepends=True)
-        write_atomic(path, b"".join(line for line in lines if not _is_later(line, last)))
+        write_atomic(path, lines_through(path, last))
+
+
+def lines_through(path: Path, last: int) -> bytes:
+    """The lines of a journal but those of iterations after `last`; damaged ones stay, to be named
+    by whoever reads it. Empty where there is none."""
+    if not path.is_file():
+        return b""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return b"".join(line for line in lines if not _is_later(line, last))
 
 
 def _is_later(line: bytes, last: int) -> bool:
     try:
         return int(json.loads(line)["iteration"]) > last
     except (ValueError, KeyError, TypeError):
-        # A damaged line is the journal's to name.
         return False

@@ -66,6 +66,11 @@ def resume(
             )
         preflight(settings, path)
         go_back(path, INITIAL if start == "initial" else int(start))
+    go_on(settings, path, overrides, show)
+
+
+def go_on(settings: RunConfig, path: Path, overrides: list[str], show: Show) -> None:
+    """Train the run in a directory on. settings: as stored there, with the overrides."""
     # The directory may have been moved since its configuration was written.
     place = [f"name={settings.name}", f"runs_directory={settings.runs_directory}"]
     _train(settings, str(path / "config.yaml"), [*overrides, *place], show)

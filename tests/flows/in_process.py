@@ -6,8 +6,9 @@ run directory, shards in shared memory, Prefect's server. A fault that raises en
 Ctrl-C does; what a dead machine loses besides, `lose_memory` takes away.
 
 `python -m tests.flows.in_process CONFIG STEPS.json`: each step is {"overrides", "fault",
-"lose_memory", "go_back", "alone"}, where `alone` names a run whose next iteration is scheduled by
-itself; writes why each ended (null: at its end) to STEPS.json's place.
+"lose_memory", "go_back", "alone", "fork"}, where `alone` names a run whose next iteration is
+scheduled by itself, and `fork` a run, its checkpoint and the name of a fork of it; writes why each
+ended (null: at its end) to STEPS.json's place.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import accelerate.utils.environment
 
 from earl_core.cluster.in_process import InProcessGroup
 from earl_core.config import load_config
+from earl_core.control.fork_plan import ForkPlan
 from earl_core.run.recovery import go_back
 from flows.iteration import iteration
 from flows.train import train
@@ -44,8 +46,13 @@ def run(config: str, steps: list[dict[str, Any]]) -> list[str | None]:
             settings = load_config(config, overrides)
             go_back(Path(settings.runs_directory) / settings.name, step["go_back"])
         try:
-            if "alone" in step:
-                directory = Path(load_config(config, []).runs_directory) / step["alone"]
+            runs_directory = Path(load_config(config, []).runs_directory)
+            if "fork" in step:
+                parent, which, name = step["fork"]
+                made = ForkPlan.of(runs_directory / parent, which, name, overrides).make()
+                asyncio.run(train(config=str(made / "config.yaml"), overrides=[]))
+            elif "alone" in step:
+                directory = runs_directory / step["alone"]
                 asyncio.run(iteration(str(directory)))
             else:
                 asyncio.run(train(config=config, overrides=overrides))

@@ -36,7 +36,7 @@ def test_what_is_kept_is_what_was_played(runs: Runs) -> None:
             "sample_id": row["sample_id"],
             "reward": row.pop("reward"),
             "scores": row.pop("scores"),
-            "turn_totals": row["turn_rewards"],
+            "turn_totals": row.pop("turn_totals"),
         }
         texts = row.pop("texts")
         assert len(texts) == 2 * row["turns"] + 1

@@ -10,6 +10,7 @@ import typer
 from flows.cli.arguments import (
     Checkpoint,
     Debug,
+    Json,
     JsonLines,
     Overrides,
     Plain,
@@ -110,6 +111,40 @@ def resume(
 
 
 @app.command()
+def fork(
+    parent: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@N]",
+            help="Name of a run, or its directory, and the iteration whose checkpoint the fork "
+            "begins with. Default: the last one.",
+            autocompletion=complete_run,
+        ),
+    ],
+    name: Annotated[str, typer.Argument(help="Name of the fork.")],
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be taken over; write nothing.")
+    ] = False,
+    runs_directory: RunsDirectory = "runs",
+    plain: Plain = False,
+    quiet: Quiet = False,
+    as_json: JsonLines = False,
+    debug: Debug = False,
+) -> None:
+    """Train on from a checkpoint of another run, its optimizer's state included.
+
+    What that run has played since, and the settings leave as it was, is not played again.
+    """
+    with reported(debug, runs_code=True):
+        from flows.cli.forking import fork as run_fork
+
+        run_fork(
+            (parent, runs_directory), name, overrides or [], show(plain, quiet, as_json), dry_run
+        )
+
+
+@app.command()
 def evaluate(
     run: Run,
     checkpoint: Checkpoint = "last",
@@ -176,6 +211,30 @@ def report(
         from flows.cli.report import report as write_report
 
         write_report(run, runs_directory, output, episodes)
+
+
+@app.command()
+def rescore(
+    run: Run,
+    functions: Annotated[
+        list[str],
+        typer.Option(
+            "--reward",
+            metavar="FUNCTION",
+            help="As reward.functions names one: package.module:function; or an entry with "
+            "options, such as '{function: judge, options: {...}}'. May be given several times.",
+        ),
+    ],
+    overrides: Overrides = None,
+    runs_directory: RunsDirectory = "runs",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Score the episodes that a run has kept by other reward functions; nothing of it changes."""
+    with reported(debug, runs_code=True):
+        from flows.cli.rescoring import rescore as run_rescoring
+
+        run_rescoring((run, runs_directory), functions, overrides or [], as_json)
 
 
 @app.command()
