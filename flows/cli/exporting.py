@@ -7,22 +7,38 @@ from pathlib import Path
 
 from earl_core.config import ConfigError
 from earl_core.config.model import ModelConfig
+from earl_core.config.redaction import load_rules
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.pretrained.adapter_directory import is_adapter
+from earl_core.run.episode_export import export_episodes
 from earl_core.run.export import check_target, export_policy
 from earl_core.run.model_card import model_card
 from earl_core.run.record import lineage, read_record, stored_config
+from earl_core.system.files import make_directory
 from flows.cli.found_runs import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console
 
 
-def export(run: str, runs_directory: str, to: str, checkpoint: str, output: Path | None) -> None:
-    """Write the checkpoint's directory and say where it is. Raises `ConfigError`."""
+def export(
+    run: str,
+    runs_directory: str,
+    to: str,
+    checkpoint: str,
+    output: Path | None,
+    rules: Path | None = None,
+) -> None:
+    """Write the checkpoint's directory, or the episodes, and say where. Raises `ConfigError`."""
+    path = find_run(run, runs_directory)
+    if to == "episodes":
+        _episodes(path, output or path / "export" / "episodes.parquet", rules)
+        return
     if to not in ("hf", "adapter"):
         raise ConfigError(
-            f"--to takes hf, a Hugging Face directory, or adapter, one of PEFT's, and not {to!r}"
+            "--to takes hf, a Hugging Face directory, adapter, one of PEFT's, or episodes, and not "
+            f"{to!r}"
         )
-    path = find_run(run, runs_directory)
+    if rules is not None:
+        raise ConfigError("--redact goes with --to episodes: leave it out")
     config = stored_config(path)
     evaluations = evaluations_of(path)
     target = output or path / "export" / checkpoint
@@ -53,6 +69,33 @@ def export(run: str, runs_directory: str, to: str, checkpoint: str, output: Path
     loader = "AutoPeftModelForCausalLM" if to == "adapter" else "AutoModelForCausalLM"
     console.print(f'  {loader}.from_pretrained("{target}") loads it')
     console.print("  README.md names no license: put yours in")
+
+
+def _episodes(run: Path, target: Path, rules: Path | None) -> None:
+    """Write the kept episodes, and say what was hidden and what is left to look at."""
+    given = None if rules is None else load_rules(rules)
+    make_directory(target.absolute().parent)
+    try:
+        done = export_episodes(run, target, given)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
+    console = make_console()
+    for text in done.damaged:
+        console.print(text, style="yellow", markup=False)
+    console.print(f"{target}: {done.episodes:,} episodes of {run.name}, without their tokens")
+    for name, times in done.found.items():
+        said = f"{times:,} times" if times else "found nothing"
+        console.print(f"  {name}: {said}", style=None if times else "yellow", markup=False)
+    left = done.remnants
+    console.print(
+        f"  left to look at: {left['tokens']['rare_strings']:,} rare strings, "
+        f"{left['turns']['verbatim']:,} stretches copied from prompts, "
+        f"{left['linked']['identifiers']:,} identifiers in several episodes, "
+        f"{left['linked']['times']:,} times ({done.report}, not to be shared)",
+        markup=False,
+    )
+    if given is None:
+        console.print("  no --redact: only what looks like a secret was hidden", style="yellow")
 
 
 def _merge(adapter: Path, model: ModelConfig, target: Path) -> None:

@@ -266,9 +266,10 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            metavar="hf|adapter",
+            metavar="hf|adapter|episodes",
             help="Format; hf: a Hugging Face directory, of an adapter the whole model that it and "
-            "its base make; adapter: its pairs alone, for PEFT.",
+            "its base make; adapter: its pairs alone, for PEFT; episodes: those that were kept, "
+            "without tokens, as .jsonl or .parquet.",
         ),
     ] = "hf",
     checkpoint: Annotated[
@@ -279,16 +280,20 @@ def export(
         ),
     ] = "last",
     output: Annotated[
-        Path | None, typer.Option(help="Directory to write. Default: export/ in the run.")
+        Path | None, typer.Option(help="Directory or file to write. Default: export/ in the run.")
+    ] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option("--redact", help="Rules of what is hidden in episodes: a YAML file."),
     ] = None,
     runs_directory: RunsDirectory = "runs",
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model directory, with a model card."""
+    """Write a checkpoint as a Hugging Face model directory, or the episodes that a run has kept."""
     with reported(debug):
         from flows.cli.exporting import export as run_export
 
-        run_export(run, runs_directory, to, checkpoint, output)
+        run_export(run, runs_directory, to, checkpoint, output, rules)
 
 
 @app.command(name="debug")

@@ -1,0 +1,287 @@
+"""Rules that say what of episodes must not leave the machine, and what they hide.
+
+They come after the redactor, which knows secrets by their looks. Rules find what they name in text
+as `lookalikes.plain` has it, words also where they are split over the texts of an episode. What no
+rule can find (a paraphrase, another encoding, a name that nobody listed) stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from earl_core.secrets.lookalikes import plain
+from earl_core.secrets.patterns import is_reference
+from earl_core.secrets.redactor import HIDDEN, redact
+from earl_core.secrets.references import resolve
+from earl_core.system.settings import Settings
+
+DROPPED = "(turn dropped)"
+
+_SHORTEST_SPLIT = 4
+"""Characters of words that are looked for over the borders of texts; shorter ones are all over."""
+
+EpisodeField = Literal[
+    "iteration", "episode_id", "group_id", "prompt_id", "environment", "outcome", "finish_reason",
+    "reward", "scores", "scoring", "messages", "closing",
+]  # fmt: skip
+"""Fields of an episode that leaves the machine."""
+
+Span = tuple[int, int]
+
+
+class PatternRule(Settings):
+    """Text that a regular expression finds."""
+
+    name: str = Field(min_length=1, description="What it is called in reports.")
+    match: str = Field(min_length=1, description="Regular expression, of Python's kind.")
+    replace: str = Field(default=HIDDEN, description="Text in the place of what it finds.")
+    hash: bool = Field(
+        default=False,
+        description="True: a keyed hash takes the place, the same for the same text, so that what "
+        "belongs together can be told without being known.",
+    )
+
+    @field_validator("match")
+    @classmethod
+    def _is_pattern(cls, value: str) -> str:
+        return _checked(value)
+
+
+class RedactionRules(Settings):
+    """What is hidden in episodes before they are written for others."""
+
+    words: tuple[str, ...] = Field(
+        default=(),
+        description="Texts that are hidden wherever they stand, in any case, with accents or "
+        "without, with letters that look alike, and split over turns.",
+    )
+    patterns: tuple[PatternRule, ...] = Field(default=(), description="Expressions to be hidden.")
+    drop_turns: tuple[str, ...] = Field(
+        default=(),
+        description="Regular expressions: a turn that one of them finds loses what was observed "
+        "and what was answered.",
+    )
+    drop_fields: tuple[EpisodeField, ...] = Field(
+        default=(), description="Fields of episodes that are left out."
+    )
+    hash_fields: tuple[EpisodeField, ...] = Field(
+        default=(), description="Fields in whose place a keyed hash stands."
+    )
+    key: str | None = Field(
+        default=None,
+        description="Key of the hashes, as a reference (env:NAME or file:PATH). Whoever has it can "
+        "find out values by trying them.",
+    )
+
+    @field_validator("drop_turns")
+    @classmethod
+    def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_checked, value))
+
+    @field_validator("words")
+    @classmethod
+    def _are_words(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for word in value:
+            if not plain(word).text.strip():
+                raise ValueError(f"the word {word!r} is empty: name a text")
+        return value
+
+    @model_validator(mode="after")
+    def _has_key(self) -> RedactionRules:
+        hashes = bool(self.hash_fields) or any(rule.hash for rule in self.patterns)
+        if hashes and self.key is None:
+            raise ValueError(
+                "hash_fields, and patterns with hash: true, need a key: set key to env:NAME or "
+                "file:PATH"
+            )
+        if self.key is not None and not is_reference(self.key):
+            raise ValueError("key is no reference: write env:NAME or file:PATH, not the key")
+        if both := set(self.drop_fields) & set(self.hash_fields):
+            raise ValueError(f"{min(both)} is in drop_fields and in hash_fields: choose one")
+        names = [rule.name for rule in self.patterns]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two patterns are called {twice}: give each a name of its own")
+        if not any(value for name, value in self if name != "key"):
+            raise ValueError("there is no rule: name words, patterns, turns or fields")
+        return self
+
+
+def _checked(pattern: str) -> str:
+    try:
+        found = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    if found.search("") is not None:
+        raise ValueError(f"{pattern!r} finds the empty text, and so all: say what it is to find")
+    return pattern
+
+
+def _of_word(word: str, between: str) -> re.Pattern[str]:
+    return re.compile(between.join(map(re.escape, plain(word).text.split())))
+
+
+class Redaction:
+    """Applies rules to one episode after the other. found: how often each rule has hidden
+    something, rules that have hidden nothing among them. Raises `ConfigError` for a key that is
+    not there."""
+
+    def __init__(self, rules: RedactionRules) -> None:
+        self.rules = rules
+        self.found: Counter[str] = Counter(dict.fromkeys(self._names(), 0))
+        self.characters = self.kept = 0
+        self._key = b"" if rules.key is None else str(resolve(rules.key)).encode()
+
+    def _names(self) -> Iterable[str]:
+        yield from (f"word {number + 1}" for number in range(len(self.rules.words)))
+        yield from (f"pattern {rule.name}" for rule in self.rules.patterns)
+        yield from (f"turns {number + 1}" for number in range(len(self.rules.drop_turns)))
+
+    @property
+    def unused(self) -> list[str]:
+        """Rules that have hidden nothing."""
+        return [name for name, times in self.found.items() if not times]
+
+    @property
+    def hides_all(self) -> bool:
+        """Whether nothing is left of the texts, and there were some."""
+        return self.characters > 0 and self.kept == 0
+
+    def texts(self, texts: Sequence[str]) -> list[str]:
+        """The texts of an episode, observation and answer in turn, and what was said at its end."""
+        given = self._without_turns([redact(text) for text in texts])
+        hidden = [self._spans(text) for text in given]
+        for number, start, stop in self._split(given):
+            hidden[number].append((start, stop, HIDDEN))
+        found = [_hidden(text, spans) for text, spans in zip(given, hidden, strict=True)]
+        for before, spans, dropped in zip(texts, hidden, given, strict=True):
+            covered = sum(b - a for a, b in _joined([(a, b) for a, b, _ in spans]))
+            self.characters += len(before)
+            self.kept += 0 if dropped == DROPPED else len(dropped) - covered
+        return found
+
+    def value(self, value: Any) -> Any:
+        """Plain data with all its text and numbers looked at, names included."""
+        if isinstance(value, dict):
+            return {self.value(name): self.value(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(item) for item in value]
+        if isinstance(value, bool) or value is None:
+            return value
+        text = value if isinstance(value, str) else json.dumps(value)
+        shown = self._one(text)
+        return value if shown == text else shown
+
+    def hashed(self, value: Any) -> str:
+        """16 hexadecimal digits for a value, by HMAC-SHA256 with the key."""
+        text = json.dumps(value, sort_keys=True)
+        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()[:16]
+
+    def _one(self, text: str) -> str:
+        text = redact(text)
+        return _hidden(text, self._spans(text))
+
+    def _spans(self, text: str) -> list[tuple[int, int, str]]:
+        return [(*span, self._instead(rule, text[slice(*span)])) for rule, span in self._seen(text)]
+
+    def _without_turns(self, texts: list[str]) -> list[str]:
+        for number, pattern in enumerate(self._turns):
+            for turn in range(0, len(texts), 2):
+                if any(pattern.search(text) for text in texts[turn : turn + 2]):
+                    self.found[f"turns {number + 1}"] += 1
+                    texts[turn : turn + 2] = [DROPPED] * len(texts[turn : turn + 2])
+        return texts
+
+    def _seen(self, text: str) -> list[tuple[PatternRule | None, Span]]:
+        """What the rules find in one text, by the rule; None: a word."""
+        compared = plain(text)
+        found: list[tuple[PatternRule | None, Span]] = []
+        for number, word in enumerate(self._words):
+            for match in word.finditer(compared.text):
+                found.append((None, compared.span(*match.span())))
+                self.found[f"word {number + 1}"] += 1
+        for rule, (exact, folded) in zip(self.rules.patterns, self._patterns, strict=True):
+            spans = {match.span() for match in exact.finditer(text)}
+            spans |= {compared.span(*each.span()) for each in folded.finditer(compared.text)}
+            joined = _joined(list(spans))
+            self.found[f"pattern {rule.name}"] += len(joined)
+            found += [(rule, span) for span in joined]
+        return found
+
+    def _split(self, texts: Sequence[str]) -> Iterable[tuple[int, int, int]]:
+        """Parts of words that are split over texts: the text's number, start and stop. Observations
+        and answers are read one after the other, and all together."""
+        for numbers in (range(0, len(texts), 2), range(1, len(texts), 2), range(len(texts))):
+            places: list[tuple[int, int]] = []
+            characters: list[str] = []
+            for number in numbers:
+                if texts[number] == DROPPED:
+                    continue
+                compared = plain(texts[number])
+                first = len(compared.text) - len(compared.text.lstrip())
+                last = len(compared.text.rstrip())
+                characters.append(compared.text[first:last])
+                places += [(number, place) for place in compared.places[first:last]]
+            whole = "".join(characters)
+            for number, word in enumerate(self._split_words):
+                for match in word.finditer(whole):
+                    part = places[match.start() : match.end()]
+                    if len(part) < _SHORTEST_SPLIT or part[0][0] == part[-1][0]:
+                        continue
+                    self.found[f"word {number + 1}"] += 1
+                    yield from ((at, place, place + 1) for at, place in part)
+
+    def _instead(self, rule: PatternRule | None, text: str) -> str:
+        if rule is None:
+            return HIDDEN
+        return f"({rule.name} {self.hashed(text)})" if rule.hash else rule.replace
+
+    @cached_property
+    def _words(self) -> list[re.Pattern[str]]:
+        return [_of_word(word, r"\s+") for word in self.rules.words]
+
+    @cached_property
+    def _split_words(self) -> list[re.Pattern[str]]:
+        return [_of_word(word, r"\s*") for word in self.rules.words]
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], re.Pattern[str]]]:
+        return [
+            (re.compile(rule.match), re.compile(rule.match, re.IGNORECASE))
+            for rule in self.rules.patterns
+        ]
+
+    @cached_property
+    def _turns(self) -> list[re.Pattern[str]]:
+        return [re.compile(pattern) for pattern in self.rules.drop_turns]
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Spans that overlap made one, ascending."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start < found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _hidden(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
+    """The text with others in the place of spans; where they overlap, that of the first."""
+    parts: list[str] = []
+    done = 0
+    for start, stop in _joined([(a, b) for a, b, _ in spans]):
+        instead = next(word for a, _, word in sorted(spans) if a == start)
+        # Neighbours are one hole.
+        parts += [text[done:start]] if parts and start == done else [text[done:start], instead]
+        done = stop
+    return "".join([*parts, text[done:]])

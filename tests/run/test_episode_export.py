@@ -1,0 +1,162 @@
+"""Episodes that leave the machine: planted secrets are hidden, or named among what is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from earl_core.config import ConfigError
+from earl_core.config.redaction import load_rules
+from earl_core.run.episode_export import Exported, export_episodes
+from earl_core.run.episodes import SCHEMA
+
+WORD = "Ada Lovelace"
+CARD = "4111-1111-1111-1111"
+RULES = f"""
+words: [{WORD}, Projekt Zugvogel]
+patterns:
+  - {{name: card, match: '(?:\\d{{4}}-){{3}}\\d{{4}}'}}
+  - {{name: person, match: 'P-\\d{{5}}', hash: true}}
+  - {{name: nothing of it, match: 'never-there'}}
+drop_turns: ['INTERNAL ONLY']
+hash_fields: [prompt_id, group_id]
+key: env:EARL_TEST_REDACTION_KEY
+"""
+TEXTS = [
+    f"Hello {WORD}, card {CARD}", "no АDА  lovelace here, but P-12345",
+    "tool: {'who': 'ada\u200b LOVELÁCE', 'id': 'P-12345'}", "ok",
+    "INTERNAL ONLY: the plan", "I repeat the plan",
+    "the first half is Projekt Zug", "I see",
+    "vogel is the other, on 2026-03-04 at 12:30, see /home/someone/notes", "fine",
+    f"closing words for {WORD}",
+]  # fmt: skip
+
+
+def kept(run: Path, episodes: list[dict[str, Any]]) -> None:
+    """Write a file of kept episodes with these fields."""
+    empty = {
+        name: "" if pa.types.is_large_string(kind) else 0 if not pa.types.is_nested(kind) else []
+        for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)
+    }
+    rows = [
+        {**empty, "episode_id": number, "sample_id": number << 16, **each}
+        for number, each in enumerate(episodes)
+    ]
+    for row in rows:
+        row["turn_rewards"] = [0.0] * (len(row["texts"]) // 2)
+    path = run / "iterations/000003/episodes.parquet"
+    path.parent.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path, write_page_checksum=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of two episodes with secrets in every field that holds words of others."""
+    monkeypatch.setenv("EARL_TEST_REDACTION_KEY", "a long key")
+    first = {
+        "texts": TEXTS, "prompt_id": 7, "group_id": 7, "reward": 0.5,
+        "environment": "office", "finish_reason": "done", "outcome": f"told {WORD}",
+        "scoring": json.dumps({WORD: {"card": CARD, "plain": int(CARD.replace("-", ""))}}),
+        "scores": json.dumps({"judge": 0.25}),
+    }  # fmt: skip
+    second = {**first, "texts": ["P-12345 again, at someone@example.org", "yes"], "scoring": ""}
+    kept(tmp_path / "run", [first, second])
+    (tmp_path / "rules.yaml").write_text(RULES)
+    return tmp_path / "run"
+
+
+def exported(run: Path, name: str) -> tuple[Exported, str]:
+    done = export_episodes(run, run.parent / name, load_rules(run.parent / "rules.yaml"))
+    return done, (run.parent / name).read_bytes().decode(errors="replace")
+
+
+def test_planted_secrets_are_in_no_field(run: Path) -> None:
+    done, text = exported(run, "out.jsonl")
+    assert done.episodes == 2
+    for secret in ("Lovelace", "lovelace", "LOVEL", CARD, "P-12345", "the plan", "vogel", "Zug"):
+        assert secret not in text, secret
+    first, second = map(json.loads, text.splitlines())
+    assert [each["role"] for each in first["messages"]] == ["user", "assistant"] * 5
+    assert first["messages"][4]["content"] == first["messages"][5]["content"] == "(turn dropped)"
+    assert first["messages"][6]["content"].startswith("the first half is (hidden)")
+    assert first["closing"] == "closing words for (hidden)"
+    assert first["outcome"] == "told (hidden)"
+    assert first["reward"] == 0.5
+    assert first["scores"] == {"judge": 0.25}
+    # The same person is one hash everywhere, and fields of equal numbers are not.
+    person = second["messages"][0]["content"].split(" again")[0]
+    assert person.startswith("(person ")
+    assert person in first["messages"][1]["content"]
+    assert first["prompt_id"] == second["prompt_id"] != first["group_id"]
+    assert "tokens" not in first
+    assert done.found["pattern nothing of it"] == 0
+    assert done.found["word 2"] == 1
+    assert done.found["turns 1"] == 1
+
+
+def test_what_is_left_is_told_to_its_owner(run: Path) -> None:
+    done, _ = exported(run, "out.jsonl")
+    left = json.loads(done.report.read_text())
+    assert done.report.stat().st_mode & 0o077 == 0
+    # The same number without dashes is what a rule cannot know.
+    assert CARD.replace("-", "") in left["tokens"]["first"]
+    assert "someone@example.org" in left["tokens"]["first"]
+    times = {each["text"] for each in left["linked"]["first_times"]}
+    assert {"2026-03-04", "12:30"} <= times
+    assert any("/home/someone" in each for each in left["tokens"]["first"])
+    assert left["not_looked_for"]
+
+
+def test_parquet_holds_what_json_lines_hold(run: Path) -> None:
+    _, text = exported(run, "out.jsonl")
+    exported(run, "out.parquet")
+    rows = pq.read_table(run.parent / "out.parquet").to_pylist()
+    for row, line in zip(rows, text.splitlines(), strict=True):
+        for name in ("scores", "scoring"):
+            row[name] = json.loads(row[name])
+        assert row == json.loads(line)
+
+
+def test_long_stretches_of_a_prompt_in_answers_are_told(tmp_path: Path) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog and then it rests beside the river."
+    kept(tmp_path / "run", [{"texts": [prompt, f"You said: {prompt} Yes.", "bye", "short"]}])
+    done = export_episodes(tmp_path / "run", tmp_path / "out.jsonl", None)
+    assert done.remnants["turns"]["verbatim"] == 1
+    assert prompt in done.remnants["turns"]["first"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ("patterns: [{name: a, match: '.*'}]", "finds the empty text"),
+        ("patterns: [{name: a, match: '['}]", "is no regular expression"),
+        ("patterns: [{name: a, match: '(?s).+'}]", "leave nothing of any text"),
+        ("words: ['']", "is empty"),
+        ("hash_fields: [prompt_id]", "need a key"),
+        ("words: [a]\nkey: plain-text", "is no reference"),
+        ("hash_fields: [outcome]\ndrop_fields: [outcome]\nkey: env:HOME", "choose one"),
+        ("hash_fields: [outcome]\nkey: env:EARL_NOT_THERE", "leads to nothing"),
+        ("drop_fields: [tokens]", "drop_fields.0"),
+        ("key: env:HOME", "there is no rule"),
+        ("[]", "holds no rules"),
+        ("phrases: [x]", "unknown key"),
+    ],
+)
+def test_bad_rules_are_refused_in_a_sentence(rules: str, why: str, run: Path) -> None:
+    path = run.parent / "bad.yaml"
+    path.write_text(rules)
+    with pytest.raises(ConfigError, match=why):
+        export_episodes(run, run.parent / "bad.jsonl", load_rules(path))
+    assert not list(run.parent.glob("bad.jsonl*"))
+
+
+def test_what_cannot_be_exported_is_said(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is to end with"):
+        export_episodes(run, tmp_path / "out.csv", None)
+    with pytest.raises(ConfigError, match="has kept no episodes"):
+        export_episodes(tmp_path / "none", tmp_path / "out.jsonl", None)
