@@ -28,6 +28,7 @@ from earl_core.environments.trial.findings import examine
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.secrets.rules import RedactionRules
 from earl_core.system.import_path import load_object
 from tests.algorithms.central import compute_advantages
 from tests.docs.pages import DOCS, Page, blocks
@@ -61,6 +62,9 @@ def test_settings_are_accepted(name: str, directory: Path) -> None:
         if language != "yaml":
             continue
         block = yaml.safe_load(text)
+        if text.startswith("# rules.yaml"):
+            RedactionRules.model_validate(block)
+            continue
         if "environment" in block or "environments" in block:
             told.pop("environment", None)
             told.pop("environments", None)
