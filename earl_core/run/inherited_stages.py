@@ -35,6 +35,7 @@ from earl_core.run.directory import RunDirectory
 from earl_core.run.episodes import NAME, EpisodesDamaged, read_samples
 from earl_core.run.record import INHERITED
 from earl_core.system.files import link_or_copy, make_directory
+from earl_core.system.plural import plural
 from earl_core.trajectory.samples import Rows
 from earl_core.trajectory.schema import GROUP_SCHEMA, REWARD_SCHEMA
 
@@ -102,6 +103,8 @@ def recovered(run: RunDirectory, iteration: int, stage: str, key: str) -> Manife
 def foreseen(parent: Path, before: RunConfig, config: RunConfig, after: int) -> list[str]:
     """Sentences about what a fork of these settings takes over of its parent's iterations after
     one, and what it does again. before: the parent's settings."""
+    if config.schedule.streams:
+        return ["groups of schedule.mode: stream are played anew"]
     iteration = after + 1
     stages = taking_part(config, config.imitates(iteration))
     holds: dict[str, bool] = {WEIGHTS: True}
@@ -125,7 +128,7 @@ def foreseen(parent: Path, before: RunConfig, config: RunConfig, after: int) -> 
         lines.append(f"later iterations are played anew: {', '.join(others)} will differ")
     elif later:
         lines.append(
-            f"{len(later)} later rollouts are taken over wherever the weights before them come out "
+            f"{plural(len(later), 'later rollout')} taken over wherever the weights before come out "
             "the same, bit for bit"
         )
     return lines
