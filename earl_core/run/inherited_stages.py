@@ -128,8 +128,8 @@ def foreseen(parent: Path, before: RunConfig, config: RunConfig, after: int) -> 
         lines.append(f"later iterations are played anew: {', '.join(others)} will differ")
     elif later:
         lines.append(
-            f"{plural(len(later), 'later rollout')} taken over wherever the weights before come out "
-            "the same, bit for bit"
+            f"{plural(len(later), 'later rollout')} taken over wherever the weights before it come "
+            "out the same, bit for bit"
         )
     return lines
 
