@@ -28,11 +28,12 @@ def samples_bytes(episodes: int, tokens: int, columns: int = 0, routing: int = 0
 
 
 def routing_bytes(config: RunConfig) -> int:
-    """Return the bytes of a token's recorded experts, at most; 0 where nothing is recorded."""
+    """Return the bytes of a token's recorded experts and their hash, at most; 0 where nothing is
+    recorded."""
     if config.rollout.record_routing == "off":
         return 0
     routing = stored_routing(Path(config.initial_model.path))
-    return 0 if routing is None else routing.token_bytes
+    return 0 if routing is None else routing.stored_bytes
 
 
 def need_of(config: RunConfig) -> Need:

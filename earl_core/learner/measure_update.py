@@ -18,6 +18,7 @@ from earl_core.selector.choice.expected_load import GENERATED_SHARE
 from earl_core.selector.profile_planner import MICROBATCHES, WINDOW_SECONDS
 from earl_core.system.memory import give_back_free_memory, private_peak_bytes
 from earl_core.tensors.collectives import Ranks
+from earl_core.trajectory.routing import RecordedRouting
 from earl_core.trajectory.schema import SAMPLE_BITS
 
 
@@ -170,7 +171,7 @@ def _synthetic_samples(
 
 def _routing(
     learner: PolicyLearner, config: RunConfig, context: int, seed: int
-) -> np.ndarray | None:
+) -> RecordedRouting | None:
     """Random experts of each token, in a run that records them."""
     routers = learner.parallel.module.routers
     if routers is None or config.rollout.record_routing == "off":
@@ -178,4 +179,4 @@ def _routing(
     shape = routers.shape
     first = np.random.default_rng(seed).integers(0, shape.experts, (context, shape.layers, 1))
     chosen = (first + np.arange(shape.chosen)) % shape.experts
-    return chosen.astype(shape.dtype).reshape(context, shape.width)
+    return RecordedRouting(shape, chosen.astype(shape.dtype), context, f"sample {seed}")

@@ -109,17 +109,17 @@ class Feed:
     ) -> Callable[[], FedMicrobatch]:
         """Pack a microbatch and send it; the rest is done by whoever computes."""
         staging = self._stagings[number % 2] if self._stagings else None
+        routed = np.arange if self._context is None else self._context.places
         allocate: Allocate = np.empty
         if staging is not None:
             tokens = sum(len(samples[row].tokens) for row in rows)
             per_token = _BYTES_PER_TOKEN if self._context is None else _BYTES_PER_TOKEN_SHARED_OUT
-            routing = samples[rows[0]].routing
-            if routing is not None:
-                # Of the whole microbatch, and of a context rank's part of it.
-                per_token += (routing[0].nbytes + 4) * (1 if self._context is None else 2)
-            staging.begin(tokens * per_token + _SLACK_BYTES)
+            size = tokens * per_token + _SLACK_BYTES
+            if (routing := samples[rows[0]].routing) is not None:
+                size += len(routed(tokens)) * routing.shape.token_bytes + 8 * tokens
+            staging.begin(size)
             allocate = staging.allocate
-        packed = pack(samples, rows, allocate)
+        packed = pack(samples, rows, allocate, routed)
         share = None if self._context is None else share_of(packed, self._context, allocate)
         exchange = None if share is None else share.exchange
         # Copies from ordinary memory wait for their stream: on the computing one, for the current
@@ -151,7 +151,7 @@ class Feed:
             predictors=place(mine.predictors),
             targets=place(mine.targets),
             masks=TargetMasks.of(mine.masks, self._device),
-            routing=None if mine.routing is None else place(mine.routing),
+            routing=None if packed.routing is None else place(packed.routing),
             copies=None if mine.copies is None else place(mine.copies),
         )
         context = None

@@ -352,7 +352,7 @@ class PolicyLearner:
         balance = None
         if algorithm.balance and (routers := self.parallel.module.routers) is not None:
             rows = [samples[row] for row in minibatch.rows]
-            balance = RouterBalance.of(algorithm.balance, routers, rows, self._ranks, self.device)
+            balance = RouterBalance.of(algorithm.balance, routers, rows, self.mesh)
         with self.parallel.passes():
             for number, fed in enumerate(self._microbatches(samples, plan, count), start=1):
                 packed, own = fed.packed, number <= len(plan)

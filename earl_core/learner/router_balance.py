@@ -21,6 +21,7 @@ import torch
 
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.model import PackedTensors
+from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.pretrained.routers import Charge, Routers
 from earl_core.tensors.collectives import Ranks
 from earl_core.trajectory.routing import RoutingShape
@@ -47,20 +48,24 @@ class RouterBalance:
         coefficient: float,
         routers: Routers,
         samples: Sequence[TrainingSample],
-        ranks: Ranks,
-        device: torch.device,
+        mesh: UpdateMesh,
     ) -> RouterBalance:
-        """Count the experts of the step's samples, this rank's and all others'. Collective."""
+        """Count the experts of the step's samples, of all ranks: of this one's a part, if others
+        share their tokens. Collective."""
         shape = routers.shape
         loads = np.zeros((shape.layers, shape.experts), np.int64)
+        rank, size = mesh.context_rank, mesh.deployment.context_parallel
         for sample in samples:
             if sample.routing is not None:
-                for start in range(0, len(sample.tokens), _ROWS):
-                    loads += _counted(sample.routing[start : start + _ROWS], shape)
-        loads = np.sum([np.array(each) for each in ranks.gather_json(loads.tolist())], axis=0)
+                first, stop = (len(sample.tokens) * part // size for part in (rank, rank + 1))
+                for start in range(first, stop, _ROWS):
+                    places = np.arange(start, min(start + _ROWS, stop))
+                    loads += _counted(sample.routing.read(places), shape)
+        every = Ranks(mesh).gather_json(loads.tolist())
+        loads = np.sum([np.array(each) for each in every], axis=0)
         tokens = max(1, int(loads[0].sum()) // shape.chosen)
         slopes = coefficient * shape.experts / shape.layers * (loads / tokens) / tokens
-        placed = torch.from_numpy(slopes.astype(np.float32)).to(device)
+        placed = torch.from_numpy(slopes.astype(np.float32)).to(mesh.device)
         return cls(coefficient, shape.unrecorded, placed)
 
     def charging(self, packed: PackedTensors) -> PackedTensors:

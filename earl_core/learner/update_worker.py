@@ -30,14 +30,19 @@ from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch, Manifest, ShardEntry
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.data.prefixes import candidates, chosen
-from earl_core.learner.data.samples import LABEL, TRAINED, by_minibatch, training_samples
+from earl_core.learner.data.samples import (
+    LABEL,
+    TRAINED,
+    by_minibatch,
+    recorded_routing,
+    training_samples,
+)
 from earl_core.learner.data.staleness import age_metrics, importance_metrics
 from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
 from earl_core.learner.measure_update import measure_training
 from earl_core.learner.memory import guarded
 from earl_core.learner.model_worker import ModelWorker, update_settings
 from earl_core.learner.reshard import reshard
-from earl_core.pretrained.grammars import TokenMasks
 from earl_core.run.policy_versions import INITIAL_VERSION, assigned
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
@@ -45,7 +50,7 @@ from earl_core.system.memory import give_back_free_memory
 from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.slices import slices_of
-from earl_core.trajectory.routing import RoutingShape
+from earl_core.trajectory.routing import RecordedRouting
 from earl_core.trajectory.schema import OLD_LOGPROBS_SCHEMA
 from earl_core.weights.manifest import config_digest
 from earl_core.weights.probe import PREFIXES, Prefixes
@@ -57,12 +62,21 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Rows:
     """A rank's rows of an update. skipped: those that nobody computes. shards: of the scores that
-    were written. batch: the rows came from; None: there are none."""
+    were written. batch: the rows came from; None: there are none. routing: of each row."""
 
     samples: list[TrainingSample] = field(default_factory=list)
     skipped: Skipped = field(default_factory=Skipped)
     shards: list[ShardEntry] = field(default_factory=list)
     batch: Batch | None = None
+    routing: list[RecordedRouting | None] = field(default_factory=list)
+
+    def close(self) -> float:
+        """Let go of the views, which must be gone before the batch gives its leases back; returns
+        the bytes that were read of the routing."""
+        read = sum(each.read_bytes for each in self.routing if each is not None)
+        self.samples.clear()
+        self.routing.clear()
+        return float(read)
 
 
 class LearnerWorker(ModelWorker):
@@ -228,8 +242,9 @@ class LearnerWorker(ModelWorker):
                 on_step=on_step,
                 on_progress=self._report,
             )
-            # Views must be gone before the batch gives its leases back.
-            rows.samples.clear()
+            read = rows.close()
+        if self._learner.parallel.module.routers is not None:
+            metrics["routing_bytes"] = read
         if self._mesh.device.type == "cpu":
             # Activations and gradients, which the engine can use until the next update.
             give_back_free_memory()
@@ -265,11 +280,14 @@ class LearnerWorker(ModelWorker):
         batch = leases.enter_context(self._open(manifests, columns, split, link_bytes, without=out))
         shards: list[ShardEntry] = []
         old, masks = None, self._masks(batch)
+        routers = self._learner.parallel.module.routers
+        routing = recorded_routing(batch, None if routers is None else routers.shape)
         if self._config.needs_old_logprobs and not self._config.imitates(iteration):
-            shards, old = self._score(batch, masks, iteration, leases)
+            plain = training_samples(batch, masks, routing=routing)
+            shards, old = self._score(batch, plain, iteration, leases)
         given = old, self._version, self._coefficient(iteration)
-        samples = training_samples(batch, masks, *given, self._experts)
-        return _Rows(samples, skipped, shards, batch)
+        samples = training_samples(batch, masks, *given, routing)
+        return _Rows(samples, skipped, shards, batch, routing)
 
     def _staleness(self, rows: _Rows, iteration: int) -> dict[str, float]:
         """Measure how far the policy that sampled the rows is from the one that trains on them.
@@ -309,13 +327,12 @@ class LearnerWorker(ModelWorker):
     def _score(
         self,
         batch: Batch,
-        masks: Sequence[TokenMasks | None],
+        samples: Sequence[TrainingSample],
         iteration: int,
         leases: ExitStack,
     ) -> tuple[list[ShardEntry], list[np.ndarray]]:
         """The trainer's log-probs of the rank's rows before its first step. A replica's leader
         writes them into a shard and gives views of it; the others keep theirs."""
-        samples = training_samples(batch, masks, experts=self._experts)
         if not (self._mesh.leader and len(batch)):
             return [], self._learner.score(samples)
         score = partial(self._learner.score, samples, None)
@@ -330,11 +347,6 @@ class LearnerWorker(ModelWorker):
         )
         scores = leases.enter_context(Batch(self._reader.reads.store, [written]))
         return [entry], scores.list_rows("old_logprobs")
-
-    @property
-    def _experts(self) -> RoutingShape | None:
-        routers = self._learner.parallel.module.routers
-        return None if routers is None else routers.shape
 
     def _digest(self) -> str:
         """Equal for equal trained weights in an equal mesh; 32 hex digits."""

@@ -15,9 +15,11 @@ from earl_core.run.group_journal import SealedGroup
 from earl_core.run.record import key_uid
 from earl_core.run.replay import age_of, changed_replay, replayed_versions
 from earl_core.run.retention import first_kept
-from earl_core.trajectory.schema import GROUP_SCHEMA, ROUTING
+from earl_core.trajectory.schema import GROUP_SCHEMA, ROUTING, ROUTING_HASH
 
-_GROUP_COLUMNS = set(GROUP_SCHEMA.names)
+_PLAIN = set(GROUP_SCHEMA.names)
+_GROUP_COLUMNS = (_PLAIN, {*_PLAIN, ROUTING, ROUTING_HASH})
+"""Columns of a group's shards, without and with its routing."""
 
 
 class GroupBatches:
@@ -140,8 +142,8 @@ class GroupBatches:
         if group.key != self.key(batch) or is_old(self._run, batch, group.versions):
             return False
         # One of an older release cannot stand in a batch beside those of this one.
-        columns = [set(entry.columns) - {ROUTING} for entry in group.shards]
-        if group.group >= first and any(each != _GROUP_COLUMNS for each in columns):
+        columns = [set(entry.columns) for entry in group.shards]
+        if group.group >= first and any(each not in _GROUP_COLUMNS for each in columns):
             return False
         is_whole = self._is_whole if group.group >= first else self._is_still_whole
         return fits(self._run, group.versions, known) and is_whole(group, checksum=True)

@@ -109,8 +109,14 @@ if TYPE_CHECKING:
     from earl_core.dispatch.remote.tcp import TcpTransport
 
 
-READ_RULES: dict[str, Rule] = {"read_seconds": "max", "imbalance": "max", "remote_bytes": "sum"}
-"""Rules that merge the ranks' `PlanReads.spent`: a stage waits for its slowest rank."""
+READ_RULES: dict[str, Rule] = {
+    "read_seconds": "max",
+    "imbalance": "max",
+    "remote_bytes": "sum",
+    "routing_bytes": "sum",
+}
+"""Rules that merge the ranks' `PlanReads.spent`, and the bytes of the routing that they read: a
+stage waits for its slowest rank."""
 
 
 class Peers(NamedTuple):

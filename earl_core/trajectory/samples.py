@@ -17,7 +17,7 @@ import pyarrow as pa
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.forms import Form, dump_forms
 from earl_core.trajectory.routing import RoutingShape
-from earl_core.trajectory.schema import ROLLOUT_SCHEMA, ROUTING, SAMPLE_BITS
+from earl_core.trajectory.schema import ROLLOUT_SCHEMA, ROUTING, ROUTING_HASH, SAMPLE_BITS
 
 FAILED_REASONS = frozenset(
     {"environment_error", "environment_timeout", "cancelled", "prompt_too_long"}
@@ -241,9 +241,13 @@ def rollout_rows(
     lengths = {name: _lengths(lists[name]) for name in names}
     if routing is not None:
         lengths[ROUTING] = lengths["tokens"] * routing.width
+        lengths[ROUTING_HASH] = lengths["tokens"]
         # Made when they are written: one copy, of one sample at a time.
         samples = [sample for _, _, sample in rows]
         lists[ROUTING] = (routing.column(each.routing, len(each.tokens)) for each in samples)
+        lists[ROUTING_HASH] = (
+            routing.hashes(routing.column(each.routing, len(each.tokens))) for each in samples
+        )
     return Rows({**scalars, **lists}, lengths, strings)
 
 

@@ -93,16 +93,22 @@ ROLLOUT_SCHEMA = pa.schema(
 """Columns that the rollout stage writes."""
 
 ROUTING = "routing"
+ROUTING_HASH = "routing_hash"
 
 _ROUTING_TYPES = {"uint8": pa.uint8(), "int16": pa.int16()}
 
 
 def with_routing(schema: pa.Schema, routing: RoutingShape | None) -> pa.Schema:
     """The schema with the column `routing`: of each token the experts of each routed layer, layer
-    after layer, an axis of its own. routing: None: nothing is recorded, and there is no column."""
+    after layer, an axis of its own; and `routing_hash` (`RoutingShape.hashes`), which says where
+    samples are routed alike to whoever does not read all of it. routing: None: nothing is recorded,
+    and there is neither."""
     if routing is None:
         return schema
-    return schema.append(_field(ROUTING, token_list(_ROUTING_TYPES[routing.dtype]), ROUTING))
+    kind = _ROUTING_TYPES[routing.dtype]
+    return schema.append(_field(ROUTING, token_list(kind), ROUTING)).append(
+        per_token(ROUTING_HASH, pa.int64())
+    )
 
 
 GROUP_SCHEMA = ROLLOUT_SCHEMA.append(per_token("token_versions", pa.int32())).append(

@@ -226,7 +226,7 @@ def _devices(hardware: Hardware) -> str:
 def _need(shape: ModelShape, loads: Sequence[PlannedLoad], value: int) -> Need:
     """Return the need of shared memory, with a checkpoint every iteration, and the routing of a
     mixture recorded."""
-    routing = shape.routing.token_bytes if shape.routing is not None else 0
+    routing = shape.routing.stored_bytes if shape.routing is not None else 0
     return Need(
         value * shape.trained_parameters,
         max(samples_bytes(a.responses, a.context, int(a.reference), routing) for a in loads),

@@ -179,6 +179,8 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
      "Share of the update's tokens that are computed once for several samples"),
     ("update/imbalance", f"{SPEED}/imbalance", "share",
      "How much more than the mean the most loaded update rank has"),
+    ("update/routing_bytes", f"{SPEED}/bytes_of_routing", "bytes",
+     "What the update's ranks read of recorded experts, each token's at every pass"),
     ("update/remote_bytes", f"{SPEED}/bytes_from_other_hosts", "bytes",
      "What the update read from other hosts"),
     # Does it fit?

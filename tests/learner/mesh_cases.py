@@ -26,6 +26,7 @@ from transformers import (
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.trajectory.routing import RecordedRouting, RoutingShape
 from tests.learner.helpers import random_samples
 from tests.learner.test_policy_learner import make_learner
 
@@ -205,12 +206,14 @@ class Told(Case):
             for each in super().dealt_to(mesh)
         ]
 
-    def _routing(self, seed: int, tokens: int) -> np.ndarray:
+    def _routing(self, seed: int, tokens: int) -> RecordedRouting:
         layers = SHAPE["num_hidden_layers"]
-        if self.kind == "one_chosen":
-            return np.zeros((tokens, layers), np.uint8)
-        every = np.random.default_rng(seed).random((tokens, layers, 8)).argsort(axis=2)
-        return every[:, :, :2].reshape(tokens, -1).astype(np.uint8)
+        shape = RoutingShape(layers, 1 if self.kind == "one_chosen" else 2, 8)
+        rows = np.zeros((tokens, shape.width), np.uint8)
+        if shape.chosen > 1:
+            every = np.random.default_rng(seed).random((tokens, layers, 8)).argsort(axis=2)
+            rows[:] = every[:, :, :2].reshape(tokens, -1)
+        return RecordedRouting(shape, rows, tokens, f"sample {seed}")
 
 
 MIXTURES = {

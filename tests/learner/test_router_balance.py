@@ -23,6 +23,7 @@ from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.routers import Charge, routers_of
 from earl_core.system.errors import ConfigError
+from earl_core.trajectory.routing import RecordedRouting
 from tests.learner.helpers import save_model
 from tests.learner.launched import launch
 from tests.learner.test_routing import SHAPE, mixture
@@ -53,7 +54,9 @@ def routed_samples(directory: Path) -> list[TrainingSample]:
                 loss_mask=mask,
                 rollout_logprobs=np.full(len(tokens), -4.0, np.float32),
                 advantages=np.full(len(tokens), (-1.0) ** number, np.float32),
-                routing=SHAPE.column(rows, len(tokens)).reshape(len(tokens), -1),
+                routing=RecordedRouting(
+                    SHAPE, SHAPE.column(rows, len(tokens)), len(tokens), f"sample {number}"
+                ),
                 episode_id=number,
                 group_id=number // 2,
                 sample_id=number,

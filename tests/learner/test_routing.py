@@ -21,7 +21,7 @@ from earl_core.pretrained.routers import routers_of, unread_routers
 from earl_core.rollout.engines.torch_engine import TorchEngine
 from earl_core.rollout.rollout_worker import RolloutWorker
 from earl_core.system.errors import ConfigError
-from earl_core.trajectory.routing import RoutingError, RoutingShape
+from earl_core.trajectory.routing import RecordedRouting, RoutingError, RoutingShape
 from tests.rollout.chat_models import CHATML, char_tokenizer
 from tests.rollout.test_worker import Setting
 
@@ -73,14 +73,14 @@ def samples_of(rows: Sequence[dict[str, object]]) -> list[TrainingSample]:
     found = []
     for number, row in enumerate(rows):
         tokens = np.array(row["tokens"], np.int32)
-        routing = np.array(row["routing"], SHAPE.dtype)
+        routing, hashes = np.array(row["routing"], SHAPE.dtype), np.array(row["routing_hash"])
         found.append(
             TrainingSample(
                 tokens=tokens,
                 loss_mask=np.array(row["loss_mask"], np.uint8),
                 rollout_logprobs=np.array(row["rollout_logprobs"], np.float32),
                 advantages=np.full(len(tokens), (-1.0) ** number, np.float32),
-                routing=SHAPE.check(routing, len(tokens), "a sample"),
+                routing=RecordedRouting(SHAPE, routing, len(tokens), "a sample", hashes),
                 episode_id=number,
                 group_id=number // 2,
                 sample_id=number,
@@ -92,6 +92,18 @@ def samples_of(rows: Sequence[dict[str, object]]) -> list[TrainingSample]:
 @pytest.fixture(scope="module")
 def samples(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[TrainingSample]:
     return samples_of(played(tmp_path_factory.mktemp("played") / "run", model))
+
+
+def rows_of(sample: TrainingSample) -> np.ndarray:
+    """All of its routing, [L, width]."""
+    assert sample.routing is not None
+    return sample.routing.read(np.arange(len(sample.tokens)))
+
+
+def routed(sample: TrainingSample, rows: np.ndarray, **fields: object) -> TrainingSample:
+    """The sample with another routing."""
+    routing = RecordedRouting(SHAPE, rows, len(rows), "a sample")
+    return dataclasses.replace(sample, routing=routing, **fields)
 
 
 def learner_of(model: Path, **update: object) -> PolicyLearner:
@@ -117,8 +129,7 @@ def test_every_token_but_the_last_is_recorded_over_all_turns(
 ) -> None:
     assert any(np.count_nonzero(np.diff(sample.loss_mask) == 1) > 1 for sample in samples)
     for sample in samples:
-        assert sample.routing is not None
-        places = sample.routing.reshape(len(sample.tokens), SHAPE.layers, SHAPE.chosen)
+        places = rows_of(sample).reshape(len(sample.tokens), SHAPE.layers, SHAPE.chosen)
         assert (places[:-1] < SHAPE.experts).all()
         assert (places[:-1, :, 0] != places[:-1, :, 1]).all()
         # No pass had the token that ended the episode.
@@ -131,10 +142,7 @@ def test_replayed_routing_is_the_engines_and_one_token_off_is_seen(
     learner = learner_of(model)
     replayed = mismatch(learner, samples)
     assert replayed < 2e-6
-    moved = [
-        dataclasses.replace(sample, routing=np.roll(sample.routing, 1, axis=0))
-        for sample in samples
-    ]
+    moved = [routed(sample, np.roll(rows_of(sample), 1, axis=0)) for sample in samples]
     assert mismatch(learner, moved) > 0.05
 
 
@@ -172,13 +180,13 @@ def test_packed_and_shared_prefixes_train_as_single_samples(
 ) -> None:
     """One sample's routing parts from the others' within the prefix that they share."""
     longest = max(samples, key=lambda sample: len(sample.tokens))
-    tokens, routing = longest.tokens.copy(), longest.routing.copy()
+    tokens, routing = longest.tokens.copy(), rows_of(longest)
     tokens[-2:] = tokens[:2]
     routing[5] = (routing[5] + 1) % SHAPE.experts
     alike = [
         longest,
         dataclasses.replace(longest, tokens=tokens, advantages=-longest.advantages, sample_id=90),
-        dataclasses.replace(longest, routing=routing, sample_id=91),
+        routed(longest, routing, sample_id=91),
     ]
     sizes = [pack([alike[0], each], range(2)).tokens.size for each in alike[1:]]
     assert sizes == [len(tokens) + 2, 2 * len(tokens)]
@@ -210,10 +218,12 @@ def test_off_and_dense_models_have_no_column(model: Path, tmp_path: Path) -> Non
 
 def test_a_routing_of_another_model_is_a_damaged_shard() -> None:
     rows = np.array([[0, 1, 2, 3], [0, 1, 2, 8]], np.uint8)
+    routing = RecordedRouting(SHAPE, rows, 2, "sample 7", SHAPE.hashes(rows))
+    assert routing.read(np.array([0])).tolist() == [[0, 1, 2, 3]]
     with pytest.raises(RoutingError, match=r"sample 7 names expert 8 for token 1.*model has 8"):
-        SHAPE.check(rows.reshape(-1), 2, "sample 7")
+        routing.read(np.array([1]))
     with pytest.raises(RoutingError, match=r"has 8 numbers for 3 tokens, the model needs 12"):
-        SHAPE.check(rows.reshape(-1), 3, "sample 7")
+        RecordedRouting(SHAPE, rows.reshape(-1), 3, "sample 7")
     assert RoutingShape(1, 8, 256).dtype == "uint8"
     assert RoutingShape(1, 8, 257).dtype == RoutingShape(1, 1, 256).dtype == "int16"
 

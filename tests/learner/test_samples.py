@@ -23,7 +23,7 @@ from earl_core.learner.data.samples import (
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.run.worker import PlanReads
 from earl_core.system.processes import host_name
-from earl_core.trajectory.schema import ROUTING
+from earl_core.trajectory.schema import ROUTING, ROUTING_HASH
 from tests.learner.cuts import mesh_of
 from tests.learner.recorded import Recorded
 
@@ -59,7 +59,7 @@ def test_replicas_share_the_rows_out_and_their_ranks_read_the_same(
         place = mesh(deployment, rank)
         with reader(recorded, deployment.ranks).open(given, place, TRAINED, SPLIT) as batch:
             # Of streams, and of mixtures.
-            assert set(batch.names()) == set(TRAINED) - {TOKEN_VERSIONS, ROUTING}
+            assert set(batch.names()) == set(TRAINED) - {TOKEN_VERSIONS, ROUTING, ROUTING_HASH}
             samples = training_samples(batch, [None] * len(batch))
             assert all(len(s.tokens) == len(s.advantages) > 0 for s in samples)
             assert all(s.episode_id == s.sample_id >> 16 for s in samples)

@@ -49,6 +49,12 @@ class ContextGroup:
         size, group = mesh.deployment.context_parallel, mesh.group("context_parallel")
         return cls(mesh.context_rank, size, group)
 
+    def places(self, tokens: int) -> np.ndarray:
+        """This rank's tokens of a pack of so many, as ascending pack positions, int64. Of a rank
+        that no token was dealt to, the first one, because models take no empty sequence."""
+        mine = ContextCut.even(tokens, self.size).positions(self.rank)
+        return mine if mine.size else np.zeros(1, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class ContextCut:
@@ -161,14 +167,12 @@ def _all_gather(padded: torch.Tensor, place: ContextGroup) -> torch.Tensor:
 class PackShare:
     """One rank's part of a packed microbatch, on the host; T_r tokens, T'_r trained ones.
 
-    tokens, position_ids: int64 [T_r]; of a rank that no token was dealt to, the pack's first one,
-    which attends to nothing and is not attended to, because models take no empty sequence.
-    predictors: int64 [T'_r], places among the rank's tokens;
-    targets: int64 [T'_r]; in the pack's trained order, as the masks are. A trained token belongs to
-    the rank that holds its predictor. trained: int64 [T'_r], their places among the pack's T'
-    trained tokens. order: int64 [T'], where each of those lies among all ranks' parts, padded to
-    `most` each. routing, copies: [T_r, width] and [T_r], as the pack's; that first token has no
-    copies.
+    tokens, position_ids: int64 [T_r], at `ContextGroup.places`; the token of a rank that none was
+    dealt to attends to nothing and is not attended to. predictors: int64 [T'_r], places among the
+    rank's tokens; targets: int64 [T'_r]; in the pack's trained order, as the masks are. A trained
+    token belongs to the rank that holds its predictor. trained: int64 [T'_r], their places among
+    the pack's T' trained tokens. order: int64 [T'], where each of those lies among all ranks'
+    parts, padded to `most` each. copies: [T_r], as the pack's; that token has none.
     """
 
     exchange: PackExchange
@@ -180,17 +184,13 @@ class PackShare:
     order: np.ndarray
     most: int
     masks: PackedMasks | None
-    routing: np.ndarray | None
     copies: np.ndarray | None
 
 
 def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) -> PackShare:
     """Cut a microbatch and take this rank's part; it may have no token to train, or none at all."""
     cut = ContextCut.even(packed.tokens.size, place.size)
-    mine = cut.positions(place.rank)
-    own = mine.size
-    if own == 0:
-        mine = np.zeros(1, dtype=np.int64)
+    mine = place.places(packed.tokens.size)
     tokens, position_ids = (allocate(mine.size, "int64") for _ in range(2))
     tokens[:] = packed.tokens[mine]
     position_ids[:] = packed.position_ids[mine]
@@ -209,16 +209,13 @@ def share_of(packed: PackedMicrobatch, place: ContextGroup, allocate: Allocate) 
     trained[:] = at
     exchange = PackExchange(place, cut)
     masks = None if packed.masks is None else packed.masks.take(at)
-    routing, copies = None, None
-    if packed.routing is not None and packed.copies is not None:
-        width, dtype = packed.routing.shape[1], packed.routing.dtype.name
-        routing = allocate(mine.size * width, dtype).reshape(mine.size, width)
-        routing[:] = packed.routing[mine]
+    copies = None
+    if packed.copies is not None:
         copies = allocate(mine.size, "float32")
-        copies[:] = packed.copies[mine] if own else 0.0
+        copies[:] = packed.copies[mine] if cut.counts[place.rank] else 0.0
     return PackShare(
         *(exchange, tokens, position_ids, predictors, targets, trained, order, most),
-        *(masks, routing, copies),
+        *(masks, copies),
     )
 
 

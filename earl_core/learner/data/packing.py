@@ -29,6 +29,7 @@ from earl_core.learner.data.prefix_tree import (
     sort_by_prefix,
 )
 from earl_core.pretrained.grammars import TokenMasks
+from earl_core.trajectory.routing import RecordedRouting
 
 Allocate = Callable[[int, str], np.ndarray]
 """(count, dtype) → an uninitialised one-dimensional array: where the pack's numbers go."""
@@ -55,7 +56,7 @@ class TrainingSample:
     policy about to be updated sampled, 0 on an older one's; None: no older one's are among them.
     kl_coefficient: None where it is equal for all samples of a batch. masks: of tokens that were
     sampled under a grammar. episode_id: what a loss counts as one episode (`data.parts`). routing:
-    [L, width], the experts that each token was given; None: the model's routers choose.
+    the experts that each token was given; None: the model's routers choose.
     """
 
     tokens: np.ndarray
@@ -67,7 +68,7 @@ class TrainingSample:
     current: np.ndarray | None = None
     kl_coefficient: np.ndarray | None = None
     masks: TokenMasks | None = None
-    routing: np.ndarray | None = None
+    routing: RecordedRouting | None = None
     episode_id: int = 0
     group_id: int = 0
     sample_id: int = 0
@@ -84,7 +85,7 @@ class TrainingSample:
     @property
     def identity(self) -> np.ndarray:
         """What samples must share to be computed once; see `identities`."""
-        return identities(self.tokens, self.routing)
+        return identities(self.tokens, None if self.routing is None else self.routing.hashes)
 
 
 FILLER = TrainingSample(
@@ -105,8 +106,9 @@ class PackedMicrobatch:
     token's place in its sample. predictors: int64 [T'], row after row, where the hidden state that
     predicts the trained token stands (one before it). targets: int64 [T'], the trained tokens.
     episode_ids: int64 [E], ascending; episode_index: int64 [T'], into it. columns: float32 [T'].
-    masks: of the trained tokens that were sampled under a grammar, if there are any. routing: [T,
-    width], and copies: float32 [T], how many samples have the token, where all have a routing.
+    masks: of the trained tokens that were sampled under a grammar, if there are any. routing:
+    [n, width], of the tokens that `pack` was asked for, and copies: float32 [T], how many samples
+    have the token, where all have a routing.
 
     A worked example: two samples, of the episodes 3 and 2, whose last two tokens are trained:
 
@@ -240,14 +242,20 @@ def plan_rows(
 
 
 def pack(
-    samples: Sequence[TrainingSample], rows: Sequence[int], allocate: Allocate = np.empty
+    samples: Sequence[TrainingSample],
+    rows: Sequence[int],
+    allocate: Allocate = np.empty,
+    routed: Callable[[int], np.ndarray] = np.arange,
 ) -> PackedMicrobatch:
     """Copy the chosen samples into one microbatch.
 
     allocate: gives the memory of `tokens`, `position_ids`, `predictors`, `targets`, `episode_index`
-    and the columns, which can be a buffer that a device reads from.
+    and the columns, which can be a buffer that a device reads from. routed: of a pack of so many
+    tokens, the places of those whose routing is read, ascending; of a token that samples share, it
+    is read once.
 
-    Raises ValueError when a sample's first token is trained: nothing predicts it.
+    Raises ValueError when a sample's first token is trained: nothing predicts it; `RoutingError`
+    where a routing is of another model.
     """
     chosen = [samples[row] for row in rows]
     tree = build_tree([sample.identity for sample in chosen])
@@ -256,7 +264,7 @@ def pack(
     for sample, place in zip(chosen, places, strict=True):
         tokens[place] = sample.tokens
         position_ids[place] = np.arange(place.size)
-    routing, copies = _packed_routing(chosen, places, tree.size, allocate), None
+    routing, copies = _packed_routing(chosen, tree, routed(tree.size), allocate), None
     if routing is not None:
         copies = allocate(tree.size, "float32")
         copies[:] = tree.copies()
@@ -296,15 +304,19 @@ def pack(
 
 
 def _packed_routing(
-    chosen: Sequence[TrainingSample], places: Sequence[np.ndarray], size: int, allocate: Allocate
+    chosen: Sequence[TrainingSample], tree: PrefixTree, places: np.ndarray, allocate: Allocate
 ) -> np.ndarray | None:
-    parts = [sample.routing for sample in chosen if sample.routing is not None]
-    if len(parts) < len(chosen):
+    """The routing of the tokens at these places of the pack; None where a sample has none."""
+    recorded = [sample.routing for sample in chosen if sample.routing is not None]
+    if len(recorded) < len(chosen):
         return None
-    width, dtype = parts[0].shape[1], parts[0].dtype.name
-    routing = allocate(size * width, dtype).reshape(size, width)
-    for part, place in zip(parts, places, strict=True):
-        routing[place] = part
+    shape = recorded[0].shape
+    routing = allocate(places.size * shape.width, shape.dtype).reshape(-1, shape.width)
+    for run, holder in zip(tree.runs, tree.holders(), strict=True):
+        first, last = np.searchsorted(places, [run.start, run.start + run.length])
+        if first < last:
+            own = places[first:last] - run.start + run.depth
+            routing[first:last] = recorded[holder].read(own)
     return routing
 
 

@@ -59,6 +59,15 @@ class PrefixTree:
                 counts[parent] += counts[run]
         return np.repeat(counts, [run.length for run in self.runs])
 
+    def holders(self) -> list[int]:
+        """The first sample that has each run."""
+        found = [-1] * len(self.runs)
+        for sample, run in enumerate(self.last_run):
+            while run >= 0 and found[run] < 0:
+                found[run] = sample
+                run = self.runs[run].parent
+        return found
+
     def positions(self, sample: int) -> np.ndarray:
         """Return the places of a sample's tokens in the pack, int64 [tokens of the sample]."""
         return self.path(self.last_run[sample])
@@ -150,13 +159,12 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     return int(places[0]) if places.size else length
 
 
-def identities(tokens: np.ndarray, routing: np.ndarray | None) -> np.ndarray:
-    """What must be equal for a token to be computed once: tokens [L], or bytes [L, width] where
-    tokens have routing [L, numbers], which decides what is computed, too."""
-    if routing is None:
+def identities(tokens: np.ndarray, hashes: np.ndarray | None) -> np.ndarray:
+    """What must be equal for a token to be computed once: tokens [L], or bytes [L, 12] where tokens
+    have a routing, which decides what is computed, too. hashes: int64 [L], of the routing."""
+    if hashes is None:
         return tokens
-    size = routing.shape[1] * routing.itemsize
-    every = np.empty((len(tokens), 4 + size), np.uint8)
+    every = np.empty((len(tokens), 12), np.uint8)
     every[:, :4] = np.asarray(tokens, dtype=">i4").view(np.uint8).reshape(-1, 4)
-    every[:, 4:] = np.ascontiguousarray(routing).view(np.uint8).reshape(-1, size)
+    every[:, 4:] = np.ascontiguousarray(hashes, np.int64).view(np.uint8).reshape(-1, 8)
     return every

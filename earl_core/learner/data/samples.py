@@ -1,10 +1,11 @@
 """Training samples from shards: each rank's rows, as views into shared memory; minibatches.
 
 Every rank makes the same plan from the manifests and reads its own rows from it, and only the
-columns it needs. Ranks of one replica (context x tensor) read the same rows, whole: tensor ranks
+columns it needs. Ranks of one replica (context x tensor) map the same rows, whole: tensor ranks
 compute on equal data, and context ranks need all tokens to know which beginnings samples share.
-On one host they share the mapping, so that nothing is read twice. Minibatches say which samples
-each optimizer step sees.
+They are on one host and share the mapping, so that nothing is received twice. Of the routing, which
+is most of a token's bytes, a context rank reads its own tokens' rows; the hashes of all tell where
+samples are routed alike. Minibatches say which samples each optimizer step sees.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.pretrained.grammars import TokenMasks
 from earl_core.run.worker import PlanReads
 from earl_core.tensors.collectives import Ranks
-from earl_core.trajectory.routing import RoutingError, RoutingShape
-from earl_core.trajectory.schema import ROUTING, SAMPLE_BITS
+from earl_core.trajectory.routing import RecordedRouting, RoutingError, RoutingShape
+from earl_core.trajectory.schema import ROUTING, ROUTING_HASH, SAMPLE_BITS
 
 SCORED = (
     *("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id"),
@@ -43,7 +44,7 @@ TOKEN_VERSIONS = "token_versions"
 """Column of the versions that sampled each token, where they change within an answer."""
 
 TRAINED = (
-    *(*SCORED, ROLE, *_VERSIONS, TOKEN_VERSIONS, ROUTING),
+    *(*SCORED, ROLE, *_VERSIONS, TOKEN_VERSIONS, ROUTING, ROUTING_HASH),
     *("advantages", "reference_logprobs"),
 )
 """Columns of a sample that is trained on; the reference's only where there is one,
@@ -177,14 +178,14 @@ def training_samples(
     old_logprobs: Sequence[np.ndarray] | None = None,
     policy_version: int | None = None,
     kl_coefficient: Callable[[str], float] | None = None,
-    experts: RoutingShape | None = None,
+    routing: Sequence[RecordedRouting | None] | None = None,
 ) -> list[TrainingSample]:
     """One `TrainingSample` per row; its arrays are read-only views that must go before the batch.
 
     Columns that the batch does not have are None. masks: of each row, by `masks_of`. old_logprobs:
     one array per row. policy_version: which tokens are the current policy's; None: nobody asks.
     kl_coefficient: of an environment's episodes, by its label; None: it is equal for all.
-    experts: of the model. Raises `RoutingError` for a routing that is not this model's.
+    routing: of each row, by `recorded_routing`; None: nobody follows it.
     """
     there = set(batch.names())
     current = None
@@ -192,7 +193,6 @@ def training_samples(
         current = _current_tokens(batch, policy_version)
     episodes = part_ids(batch)
     groups = batch.scalars("group_id")
-    routing = _routing_of(batch, experts)
     charged = None
     if kl_coefficient is not None:
         charged = [np.float32(kl_coefficient(label)) for label in batch.strings("environment")]
@@ -207,7 +207,7 @@ def training_samples(
             if charged is None
             else np.full(len(batch.row("tokens", row)), charged[row]),
             masks=masks[row],
-            routing=routing[row],
+            routing=None if routing is None else routing[row],
             episode_id=int(episodes[row]),
             group_id=int(groups[row]),
             sample_id=int(batch.rows[row]),
@@ -217,19 +217,26 @@ def training_samples(
     ]
 
 
-def _routing_of(batch: Batch, experts: RoutingShape | None) -> list[np.ndarray | None]:
-    """The routing of each row, [L, width]."""
+def recorded_routing(batch: Batch, experts: RoutingShape | None) -> list[RecordedRouting | None]:
+    """The routing of each row, views that must go before the batch; None where it was not recorded.
+
+    experts: of the model. Nothing is read but of shards without hashes, which older releases wrote.
+    Raises `RoutingError` for a routing that is not this model's.
+    """
     if ROUTING not in batch.names():
         return [None] * len(batch)
     if experts is None:
         raise RoutingError(
             "its tokens have a routing, but the model that is trained has no routers that follow it"
         )
+    hashed = ROUTING_HASH in batch.names()
     return [
-        experts.check(
+        RecordedRouting(
+            experts,
             batch.row(ROUTING, row),
             len(batch.row("tokens", row)),
             f"sample {int(batch.rows[row])}",
+            batch.row(ROUTING_HASH, row) if hashed else None,
         )
         for row in range(len(batch))
     ]
