@@ -66,11 +66,12 @@ def test_recorded_experts_are_sealed_and_trained_and_not_kept(runs: Runs) -> Non
     assert _apart(lines) < 1e-5
     run = runs.directory / "runs" / "run"
     columns = read_manifest(sealed_path(run, 0, "rollout")).shards[0].columns
-    sizes = {name: columns[name].values[1] for name in ("tokens", "routing")}
+    sizes = {name: columns[name].values[1] for name in ("tokens", "routing", "routing_hash")}
     assert sizes["routing"] == sizes["tokens"] // 4 * SHAPE.width
+    assert sizes["routing_hash"] == sizes["tokens"] // 4 * 8
     kept = pq.read_schema(run / "iterations" / "000000" / "episodes.parquet")
     assert "tokens" in kept.names
-    assert "routing" not in kept.names
+    assert not {"routing", "routing_hash"} & set(kept.names)
     # Killed and resumed: the same bits.
     again = ["name=killed", *_settings(runs)]
     runs.train(*again, fault="rollout.after@1=kill", expect=KILLED)
@@ -96,6 +97,12 @@ def test_routing_stays_with_its_tokens(runs: Runs, layout: str) -> None:
     """On context ranks and shards, in a stream, and behind the gateway."""
     lines = _trained(runs, *LAYOUTS[layout])
     assert _apart(lines) < 1e-5
+    for line in lines:
+        # To score, to count and to train: both ranks together read each token's once at a time.
+        passes = 3 if BALANCED in LAYOUTS[layout] else 2
+        read = line["update/routing_bytes"] / SHAPE.token_bytes
+        computed = line["update/tokens"] * (1 - line["update/shared_prefix_share"])
+        assert computed < read <= passes * line["update/tokens"]
     balanced = [line.get("update/router_aux_loss", 0.0) for line in lines]
     # At least the experts of a token where they are even, and few are busy in a random mixture.
     assert all(SHAPE.chosen < each < SHAPE.experts for each in balanced) == (

@@ -129,7 +129,10 @@ def test_every_token_but_the_last_is_recorded_over_all_turns(
 ) -> None:
     assert any(np.count_nonzero(np.diff(sample.loss_mask) == 1) > 1 for sample in samples)
     for sample in samples:
+        assert sample.routing is not None
+        assert sample.routing.read_bytes == 0
         places = rows_of(sample).reshape(len(sample.tokens), SHAPE.layers, SHAPE.chosen)
+        assert np.array_equal(sample.routing.hashes, SHAPE.hashes(places))
         assert (places[:-1] < SHAPE.experts).all()
         assert (places[:-1, :, 0] != places[:-1, :, 1]).all()
         # No pass had the token that ended the episode.
