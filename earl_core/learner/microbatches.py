@@ -116,7 +116,9 @@ class Feed:
             per_token = _BYTES_PER_TOKEN if self._context is None else _BYTES_PER_TOKEN_SHARED_OUT
             size = tokens * per_token + _SLACK_BYTES
             if (routing := samples[rows[0]].routing) is not None:
-                size += len(routed(tokens)) * routing.shape.token_bytes + 8 * tokens
+                # Each of a rank's two stretches may be a token longer in a smaller pack.
+                most = len(routed(tokens)) + 2
+                size += most * routing.shape.token_bytes + 8 * tokens
             staging.begin(size)
             allocate = staging.allocate
         packed = pack(samples, rows, allocate, routed)
