@@ -11,7 +11,9 @@ from pathlib import Path
 
 import earl_core
 from earl_core.system.files import existing, write_atomic
+from earl_core.system.hardware import processor_name
 from earl_core.system.import_path import installed
+from earl_core.system.processes import host_name
 
 _PACKAGES = (
     "accelerate", "numpy", "pyarrow", "pydantic", "safetensors", "torch", "transformers", "vllm",
@@ -21,6 +23,13 @@ _SEEN_SECONDS = 5.0
 """Seconds after which a file that another host has written must be seen; network file systems keep
 directories for some seconds."""
 _END_BYTES = 1 << 20
+
+
+def software(cores: int) -> dict[str, str]:
+    """Return what this host computes with: the versions that all hosts of a run share, its name,
+    its processor and how many cores are used."""
+    machine = {"host": host_name(), "processor": processor_name(), "cores": str(cores)}
+    return {**HostView().versions(), **machine}
 
 
 class HostView:

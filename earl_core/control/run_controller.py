@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from earl_core.cluster.host import Cluster
+from earl_core.cluster.host_view import software
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.ancestor import find_ancestor, held_ancestor, keep_adapter, keep_ancestor
 from earl_core.control.device_figures import figures_for
@@ -53,6 +54,7 @@ from earl_core.run import RunDirectory
 from earl_core.run.checkpoints import unmeasured_gates
 from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.past_lengths import PastLengths
+from earl_core.run.record import SOFTWARE
 from earl_core.run.recovery import take_newest_whole
 from earl_core.run.retention import kept_weights
 from earl_core.run.run_stores import sweep_unneeded
@@ -150,6 +152,8 @@ class RunController:
 
         Raises `ConfigError`, and the error of a worker that makes the model.
         """
+        told = {SOFTWARE: software(self.hardware.cpu_cores)}
+        self.run.note(self.next_iteration(), "run", "begins", **told)
         self.model = self._model or self._made_model()
         self.reference_models = reference_shapes(self.config)
         self._settle_policy()

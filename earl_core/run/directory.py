@@ -347,14 +347,15 @@ class RunDirectory:
 
     # Records: what an append wrote is on disk when it returns
 
-    def note(self, iteration: int, stage: str, event: str) -> None:
-        """Append to the ledger what was really executed."""
+    def note(self, iteration: int, stage: str, event: str, **told: Any) -> None:
+        """Append to the ledger what was really executed. told: more of the line's entries."""
         line = {
             "time": round(time.time(), 3),
             "attempt": self.attempt,
             "iteration": iteration,
             "stage": stage,
             "event": redact(event),
+            **told,
         }
         self._ledger.append(line)
 

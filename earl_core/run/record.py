@@ -110,6 +110,9 @@ FORKED = "forked"
 INHERITED = "inherited"
 """The folder with what a fork may take over of its parent's later stages."""
 
+SOFTWARE = "software"
+"""In the ledger's line where an attempt begins: versions of what it computes with, its machine."""
+
 _PLACE = ("name", "runs_directory")
 """Settings that say where a run lies: they follow it when it is moved."""
 

@@ -1,12 +1,21 @@
-"""Commands that only look: the runs there are, configurations."""
+"""Commands that only look: the runs there are, runs side by side, configurations."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Debug, Json, Overrides, RunsDirectory, complete_configuration
+from flows.cli.arguments import (
+    Debug,
+    Json,
+    Overrides,
+    Run,
+    RunsDirectory,
+    complete_configuration,
+    complete_run,
+)
 from flows.cli.errors import reported
 
 app = typer.Typer()
@@ -26,6 +35,48 @@ def runs(
         from flows.cli.runs import list_runs
 
         list_runs(runs_directory, as_json)
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Two or more runs: their names or directories.",
+            autocompletion=complete_run,
+        ),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page that needs no network, too."),
+    ] = None,
+    prompts: Annotated[
+        int, typer.Option(min=0, help="Equal prompts whose episodes are printed side by side.")
+    ] = 1,
+    runs_directory: RunsDirectory = "runs",
+    debug: Debug = False,
+) -> None:
+    """Put runs side by side: settings, curves with intervals, seconds by stage, episodes."""
+    with reported(debug):
+        from flows.cli.comparing import compare_runs
+
+        compare_runs(runs, runs_directory, html, prompts)
+
+
+@app.command()
+def bisect(
+    one: Run,
+    other: Run,
+    runs_directory: RunsDirectory = "runs",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Find the first stage of two runs whose inputs are equal and whose outputs differ, and why."""
+    with reported(debug):
+        from flows.cli.bisecting import bisect_runs
+
+        bisect_runs(one, other, runs_directory, as_json)
 
 
 @config.command("show")

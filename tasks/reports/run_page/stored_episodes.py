@@ -11,9 +11,6 @@ episode whose tokens hold a secret.
 
 from __future__ import annotations
 
-import base64
-import gzip
-import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +26,7 @@ from earl_core.run.episodes import EpisodesDamaged, read_samples
 from earl_core.secrets import redact
 from earl_core.secrets.redactor import HIDDEN
 from earl_core.trajectory.samples import OPPONENT_ROLE
+from tasks.reports.web_page import encoded
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +53,6 @@ class PackedEpisodes:
     index: dict[str, list[Any]] = field(default_factory=dict)
     parts: list[tuple[str, str]] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
-
-
-def encoded(value: Any) -> str:
-    """Plain data as compressed JSON in base64."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def pack_episodes(

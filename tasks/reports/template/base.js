@@ -50,56 +50,8 @@ function spans(numbers) {
   return found.map(([first, last]) => span(first, last)).join(", ");
 }
 
-function showRun() {
-  document.title = `Run ${data.name}`;
-  at("name").textContent = `Run ${data.name}`;
-  at("standing").textContent = data.standing;
-  fillPairs(at("facts"), data.facts);
-  at("made").textContent = `Made by earl report, ${data.made}. Times are those of the machine that made it.`;
-  at("no-deployments").hidden = data.spans.length > 0;
-  if (data.spans.length) {
-    fillTable(at("spans"), [
-      { title: "stage", cell: (row) => row.stage },
-      { title: "iterations", cell: (row) => span(row.first, row.last) },
-      { title: "stage deployment", cell: (row) => row.deployment },
-      { title: "why", cell: (row) => row.why },
-    ], data.spans);
-  }
-  fillList(at("infeasible"), data.infeasible);
-  at("no-occupancy").hidden = data.occupancy.spans.length > 0;
-  if (data.occupancy.waits.length) {
-    fillTable(at("waits"), [
-      { title: "who", cell: (row) => row.lane },
-      { title: "waited for", cell: (row) => row.cause },
-      { title: "seconds", number: true, cell: (row) => row.seconds },
-      { title: "of the time, %", number: true, cell: (row) => row.share },
-    ], data.occupancy.waits);
-  }
-  const trouble = data.failures.length + data.events.length + data.infeasible.length;
-  at("no-failures").hidden = trouble > 0;
-  if (data.failures.length) {
-    fillTable(at("reasons"), [
-      { title: "episodes", number: true, cell: (row) => row.count },
-      { title: "reason", cell: (row) => row.reason },
-      { title: "iterations", cell: (row) => spans(row.iterations) },
-    ], data.failures);
-  }
-  fillList(at("events"), data.events);
-  fillTable(at("sizes"), [
-    { title: "what", cell: (row) => row[0] },
-    { title: "value", cell: (row) => row[1] },
-    { title: "from", cell: (row) => row[2] },
-  ], data.sizes);
-  at("settings").textContent = data.configuration;
-  fillPairs(at("hardware"), data.hardware);
-  fillPairs(at("versions"), data.versions);
-  at("commands").replaceChildren(
-    ...data.commands.flatMap(([what, command]) =>
-      [make("dt", {}, what), make("dd", {}, make("code", {}, command))]));
-}
-
 function showContents() {
-  const found = [...document.querySelectorAll("main section")];
+  const found = [...document.querySelectorAll("main section")].filter((each) => !each.hidden);
   at("contents").replaceChildren(
     ...found.map((each) => make("a", { href: `#${each.id}` }, each.querySelector("h2").textContent)));
 }

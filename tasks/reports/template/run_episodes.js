@@ -163,6 +163,8 @@ async function showEpisodes() {
 }
 
 showRun();
-showCharts();
+placeSections();
+placeOwnCharts();
+draw();
 showContents();
 showEpisodes().then(() => { document.body.dataset.ready = "true"; });

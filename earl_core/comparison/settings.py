@@ -1,0 +1,26 @@
+"""Settings that differ between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from earl_core.config import RunConfig
+from earl_core.run.record import flat, settings_of
+
+
+def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:
+    """Each setting that is not the same everywhere, by its dotted name, with the value of each run;
+    None where it has none. Names and places of runs are left out."""
+    return differing([settings_of(config) for config in configs])
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The same of nested mappings."""
+    sides = [dict(flat(each)) for each in settings]
+    found = {}
+    for name in dict.fromkeys(name for side in sides for name in side):
+        values = [side.get(name) for side in sides]
+        if any(value != values[0] for value in values):
+            found[name] = values
+    return found
