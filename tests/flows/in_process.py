@@ -6,9 +6,9 @@ run directory, shards in shared memory, Prefect's server. A fault that raises en
 Ctrl-C does; what a dead machine loses besides, `lose_memory` takes away.
 
 `python -m tests.flows.in_process CONFIG STEPS.json`: each step is {"overrides", "fault",
-"lose_memory", "go_back", "alone", "fork"}, where `alone` names a run whose next iteration is
-scheduled by itself, and `fork` a run, its checkpoint and the name of a fork of it; writes why each
-ended (null: at its end) to STEPS.json's place.
+"lose_memory", "go_back", "alone", "fork", "plant"}, where `alone` names a run whose next iteration is
+scheduled by itself, `fork` a run, its checkpoint and the name of a fork of it, and `plant` a
+difference (`tests.flows.planting`); writes why each ended (null: at its end) to STEPS.json's place.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from earl_core.control.fork_plan import ForkPlan
 from earl_core.run.recovery import go_back
 from flows.iteration import iteration
 from flows.train import train
+from tests.flows.planting import planted
 
 accelerate.utils.environment.clear_environment = contextlib.nullcontext
 """It empties the environment of the whole process for a moment, also for the other workers here,
@@ -46,22 +47,27 @@ def run(config: str, steps: list[dict[str, Any]]) -> list[str | None]:
             settings = load_config(config, overrides)
             go_back(Path(settings.runs_directory) / settings.name, step["go_back"])
         try:
-            runs_directory = Path(load_config(config, []).runs_directory)
-            if "fork" in step:
-                parent, which, name = step["fork"]
-                made = ForkPlan.of(runs_directory / parent, which, name, overrides).make()
-                asyncio.run(train(config=str(made / "config.yaml"), overrides=[]))
-            elif "alone" in step:
-                directory = runs_directory / step["alone"]
-                asyncio.run(iteration(str(directory)))
-            else:
-                asyncio.run(train(config=config, overrides=overrides))
+            with planted(step.get("plant", "")):
+                _train(config, overrides, step)
             endings.append(None)
         except Exception as error:
             endings.append(f"{type(error).__name__}: {error}")
         if step.get("lose_memory"):
             shutil.rmtree(load_config(config, overrides).dispatch.directory, ignore_errors=True)
     return endings
+
+
+def _train(config: str, overrides: list[str], step: dict[str, Any]) -> None:
+    runs_directory = Path(load_config(config, []).runs_directory)
+    if "fork" in step:
+        parent, which, name = step["fork"]
+        made = ForkPlan.of(runs_directory / parent, which, name, overrides).make()
+        asyncio.run(train(config=str(made / "config.yaml"), overrides=[]))
+    elif "alone" in step:
+        directory = runs_directory / step["alone"]
+        asyncio.run(iteration(str(directory)))
+    else:
+        asyncio.run(train(config=config, overrides=overrides))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def _title(chart: Chart, series: Series) -> str:
         return f"{_TOGETHER[title]}: {name}"
     if title == "Return" and name in _RETURNS:
         return title
-    alone = name in ("update", "mean") or title == name
+    alone = name == "mean" or (name == "update" and title != "Speed")
     return title if alone else f"{title}: {name}"
 
 
