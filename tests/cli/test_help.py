@@ -12,8 +12,8 @@ import pytest
 from tests.cli.conftest import ROOT, Earl
 
 COMMANDS = (
-    *("init", "up", "down", "status", "runs", "config", "train", "resume", "fork", "evaluate"),
-    *("rescore", "play", "report", "export", "debug", "shards", "env", "doctor"),
+    *("fork", "rescore", "report", "compare", "bisect", "export", "debug", "shards", "env"),
+    "doctor",
 )
 
 
