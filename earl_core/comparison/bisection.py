@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from earl_core.comparison.causes import Cause, Seals, Sides, causes
 from earl_core.comparison.recorded_run import INITIAL, Place, RecordedRun
@@ -22,6 +22,12 @@ from earl_core.dispatch import ManifestError
 from earl_core.run.checkpoints import verify_checkpoint
 from earl_core.run.episodes import EpisodesDamaged
 from earl_core.system.errors import ConfigError, EarlError
+
+_DAMAGED = Cause(
+    "damage",
+    "files of the iteration do not hold what was written or sealed: the stage may have read "
+    "something else than the seals of its inputs say",
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,9 @@ class _Search:
             if difference is not None:
                 break
         self._look_for_damage(sorted(shared), until, whole=difference is None)
+        if difference is not None and self._damage:
+            named = [cause for cause in difference.causes if cause.kind != "none"]
+            difference = replace(difference, causes=[*named, _DAMAGED])
         return Bisection(
             (self._sides[0].label, self._sides[1].label),
             compared,

@@ -20,7 +20,7 @@ from earl_core.dispatch.shards.manifest import Manifest
 
 Kind = Literal[
     "setting", "layout", "order", "software", "machine", "attempt", "draws", "arithmetic",
-    "environment", "none",
+    "environment", "damage", "none",
 ]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _draws(draws: Draws | None) -> Iterator[Cause]:
         yield Cause(
             "arithmetic",
             f"rows in which equal tokens after equal ones have other log-probs: {draws.scored}. So "
-            "the engine computed otherwise (weights, threads, layout, versions), whatever it drew",
+            "the engine computed otherwise (temperature, weights, threads, layout, versions)",
         )
     elif draws.drawn and draws.before:
         yield Cause(

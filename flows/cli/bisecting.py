@@ -19,7 +19,7 @@ from flows.cli.tables import make_console, rows_table
 
 _MOST_CELLS = 6
 """Columns of a row that are printed; --json has all."""
-_GONE = "none is left of both runs: only what the seals say can be compared"
+_GONE = "gone, of one run or both: only what the seals say can be compared"
 
 
 def bisect_runs(one: str, other: str, runs_directory: str, as_json: bool) -> None:

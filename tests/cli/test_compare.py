@@ -1,4 +1,4 @@
-"""`earl compare` and `earl bisect`: the page in a real browser, bad input, rows in shared memory."""
+"""`earl compare` and `earl bisect`: a page in a browser, bad input, rows in shared memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from earl_core.trajectory.samples import Episode
 from flows.cli.bisecting import bisect_runs
 from flows.cli.comparing import compare_runs
 from tests.cli.test_report import ARGUMENTS, CHROMIUM, HOSTILE, SECRET, Reader, config, sealed
-from tests.flows.planting import flip_a_logprob
+from tests.flows.planting import flip_a_mask
 from tests.kept import game, seal_episodes
 
 
@@ -172,16 +172,14 @@ def test_a_flipped_bit_of_a_shard_and_another_deal_are_told_apart(tmp_path: Path
     names = ("one", "flipped", "dealt")
     deals = ([[game(0), game(1)]], [[game(0), game(1)]], [[game(0)], [game(1)]])
     opens = [opened(tmp_path, name) for name in names]
-    rollouts = [
-        seal_episodes(run, 0, deal)[0] for run, deal in zip(opens, deals, strict=True)
-    ]
-    flip_a_logprob(opens[1], rollouts[1])
+    rollouts = [seal_episodes(run, 0, deal)[0] for run, deal in zip(opens, deals, strict=True)]
+    flip_a_mask(opens[1], rollouts[1])
     one, flipped, dealt = recorded_runs([run.path for run in opens])
     found = bisect(one, flipped)
     assert found.difference is None
     damaged, changed = found.damage
     assert damaged.startswith("flipped: the shard")
-    assert "shards differ, first in column rollout_logprobs of sample 0" in changed
+    assert "shards differ, first in column loss_mask of sample 0" in changed
 
     same = bisect(one, dealt)
     assert (same.difference, same.damage) == (None, [])

@@ -12,7 +12,8 @@ import pytest
 from tests.cli.conftest import ROOT, Earl
 
 COMMANDS = (
-    *("fork", "rescore", "report", "compare", "bisect", "export", "debug", "shards", "env"),
+    *("init", "up", "down", "status", "runs", "config", "train", "resume", "fork", "evaluate"),
+    *("rescore", "play", "report", "compare", "bisect", "export", "debug", "shards", "env"),
     "doctor",
 )
 

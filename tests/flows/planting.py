@@ -13,8 +13,6 @@ from earl_core.run import RunDirectory
 from earl_core.trajectory.samples import derive_seed
 
 ITERATION = 1
-HIGH_BIT = 0x40
-"""Of a float32's third byte: it halves or doubles the number."""
 
 
 @contextmanager
@@ -38,20 +36,18 @@ def _flipping(seal: Any) -> Any:
     def sealing(run: RunDirectory, manifest: Manifest) -> Manifest:
         sealed: Manifest = seal(run, manifest)
         if (sealed.iteration, sealed.stage) == (ITERATION, "rollout"):
-            flip_a_logprob(run, sealed)
+            flip_a_mask(run, sealed)
         return sealed
 
     return sealing
 
 
-def flip_a_logprob(run: RunDirectory, sealed: Manifest) -> None:
-    """Flip a bit of the first log-prob that is not 0."""
+def flip_a_mask(run: RunDirectory, sealed: Manifest) -> None:
+    """Flip the bit that says that the first sampled token is trained."""
     entry = sealed.shards[0]
-    start, length = entry.columns["rollout_logprobs"].values
-    path = run.store.path(entry)
-    with path.open("r+b") as file:
+    start, length = entry.columns["loss_mask"].values
+    with run.store.path(entry).open("r+b") as file:
         file.seek(start)
-        values = file.read(length)
-        place = next(at for at in range(0, length, 4) if any(values[at : at + 4])) + 2
+        place = file.read(length).index(1)
         file.seek(start + place)
-        file.write(bytes([values[place] ^ HIGH_BIT]))
+        file.write(b"\0")
