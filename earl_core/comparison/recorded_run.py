@@ -21,6 +21,7 @@ from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
     SOFTWARE,
     RunDamaged,
+    key_uid,
     noted_staleness,
     read_lines,
     read_record,
@@ -159,8 +160,7 @@ class RecordedRun:
             return None
         if self.config.rollout.filters_groups and place.stage in (*PLAYED, "reward"):
             return None  # Waves have keys of their own.
-        # A fork's keys are made with the uid of the run that it was forked from.
-        uid = self.record.get("forked", {}).get("keys", self.uid)
+        uid = key_uid(self.record)
         return stage_key(self.config, uid, place.iteration, place.stage, inputs) == sealed.key
 
     def rows(self, sealed: Manifest) -> Rows | None:

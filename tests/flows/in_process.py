@@ -6,8 +6,8 @@ run directory, shards in shared memory, Prefect's server. A fault that raises en
 Ctrl-C does; what a dead machine loses besides, `lose_memory` takes away.
 
 `python -m tests.flows.in_process CONFIG STEPS.json`: each step is {"overrides", "fault",
-"lose_memory", "go_back", "alone", "fork", "plant"}, where `alone` names a run whose next iteration is
-scheduled by itself, `fork` a run, its checkpoint and the name of a fork of it, and `plant` a
+"lose_memory", "go_back", "alone", "fork", "plant"}, where `alone` names a run whose next iteration
+is scheduled by itself, `fork` a run, its checkpoint and the name of a fork of it, and `plant` a
 difference (`tests.flows.planting`); writes why each ended (null: at its end) to STEPS.json's place.
 """
 

@@ -16,7 +16,7 @@ from earl_core.comparison import Bisection, bisect, recorded_runs
 from earl_core.comparison.recorded_run import Place
 from earl_core.dispatch import Manifest, read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
-from earl_core.run.record import SOFTWARE, Journal, read_lines, read_record, write_record
+from earl_core.run.record import FORKED, SOFTWARE, Journal, read_lines, read_record, write_record
 from tests.flows.runs import STAGES, Runs
 
 Undisturbed = Callable[..., Runs]
@@ -29,7 +29,7 @@ def pair(undisturbed: Undisturbed, tmp_path: Path) -> tuple[Path, Path]:
     shutil.copytree(one, other)
     record = read_record(other)
     forked = {"from": "run@1", "keys": record["uid"]}
-    write_record(other, {**record, "uid": "0123456789ab", "forked": forked})
+    write_record(other, {**record, "uid": "0123456789ab", FORKED: forked})
     for path in other.glob("iterations/*/*.json"):
         write_manifest(path, read_manifest(path).model_copy(update={"run": "0123456789ab"}))
     return one, other
@@ -264,6 +264,7 @@ def test_differences_of_real_runs_are_found(runs: Runs, undisturbed: Undisturbed
         {"overrides": named("weight", "reward.environment_weight=2", "iterations=1")},
         {"overrides": named("grpo", "algorithm.advantage=grpo", "iterations=1")},
         {"overrides": named("rate", "update.learning_rate=2e-3", "iterations=1")},
+        {"overrides": ["update.learning_rate=2e-3"], "fork": ["seed", "0", "forked"]},
     ]
     assert runs.train_here(*steps) == [None] * len(steps)
     base = undisturbed().run()
@@ -284,6 +285,12 @@ def test_differences_of_real_runs_are_found(runs: Runs, undisturbed: Undisturbed
         assert (difference.iteration, difference.stage, kinds) == where, name
         # Of the bit, which others have read, the kept episodes still tell.
         assert [("column loss_mask" in text) for text in result.damage] == [True] * (name == "bit")
+    difference = found(runs.run("seed"), runs.run("forked")).difference
+    assert difference is not None
+    assert (difference.iteration, difference.stage) == (1, "update")
+    assert [cause.text for cause in difference.causes] == [
+        "setting update.learning_rate: 0.001 → 0.002, on which update depends"
+    ]
 
 
 @pytest.mark.slow

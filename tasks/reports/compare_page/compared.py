@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from earl_core.comparison import EqualPrompt, RecordedRun, differing_settings, equal_prompts
 from earl_core.deployment.stages import STAGES
+from earl_core.run.record import FORKED
 from earl_core.secrets import redact_tree
 from earl_core.system.errors import ConfigError
 from tasks.reports.lines import Line, mean_return, signed, total_seconds
@@ -142,5 +143,5 @@ def facts(label: str, records: RunRecords) -> dict[str, str]:
         "model": config.model.shown,
         "environment": ", ".join(each.played for each in played),
         "engine": config.rollout.engine,
-        "forked from": str(records.record.get("forked", {}).get("from", "")),
+        "forked from": str(records.record.get(FORKED, {}).get("from", "")),
     }
