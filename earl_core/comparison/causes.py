@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from earl_core.comparison.recorded_run import INITIAL, Place, RecordedRun
 from earl_core.comparison.rows import Draws
 from earl_core.comparison.seals import layout_changes
-from earl_core.comparison.settings import differing, differing_settings
+from earl_core.comparison.settings import differing, differing_settings, without_secret
 from earl_core.config.stage_keys import stage_settings
 from earl_core.deployment.stages import STAGES, stage_of
 from earl_core.dispatch import ManifestError
@@ -72,7 +72,8 @@ def _settings(sides: Sides, place: Place) -> Iterator[Cause]:
     in_key: dict[str, list[object]] = {}
     if stage in STAGES:
         in_key = differing([stage_settings(config, stage) for config in configs])
-    for name, (one, other) in in_key.items():
+    for name, values in in_key.items():
+        one, other = (without_secret(name, value) for value in values)
         yield Cause("setting", f"setting {name}: {one} → {other}, on which {stage} depends")
     for name, (one, other) in differing_settings(configs).items():
         covered = any(name == key or name.startswith(f"{key}.") for key in in_key)

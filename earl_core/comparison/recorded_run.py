@@ -33,9 +33,6 @@ from earl_core.system.errors import ConfigError
 INITIAL = "initial"
 """The weights that a run begins with, sealed beside the stages of iteration 0."""
 
-_REWARDS = ("reward", "scores")
-"""Columns of kept episodes that the reward stage has written; the rollout's are the others."""
-
 
 class Place(NamedTuple):
     """A sealed stage of an iteration. Sorts as the stages run: waves before what puts them
@@ -177,10 +174,11 @@ class RecordedRun:
             table = read_samples(path)
         except FileNotFoundError:
             return None
-        own = [name for name in table.column_names if (name in _REWARDS) == (stage == "reward")]
+        written = sealed.column_names()
+        own = [name for name in table.column_names if name in written]
         ids = pa.array(sorted(row for entry in sealed.shards for row in entry.row_ids), pa.int64())
         table = table.filter(pa.compute.is_in(table["sample_id"], ids))
-        return Rows(table.select(list(dict.fromkeys(["sample_id", *own]))), "kept episodes")
+        return Rows(table.select(own), "kept episodes")
 
     def _from_shards(self, sealed: Manifest) -> pa.Table:
         store = run_store(self.path, self.config)

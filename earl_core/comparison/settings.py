@@ -7,12 +7,20 @@ from typing import Any
 
 from earl_core.config import RunConfig
 from earl_core.run.record import flat, settings_of
+from earl_core.secrets import find_secrets
+from earl_core.secrets.redactor import HIDDEN
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:
     """Each setting that is not the same everywhere, by its dotted name, with the value of each run;
-    None where it has none. Names and places of runs are left out."""
-    return differing([settings_of(config) for config in configs])
+    None where it has none. Names and places of runs are left out, and secrets are hidden."""
+    found = differing([settings_of(config) for config in configs])
+    return {name: [without_secret(name, value) for value in found[name]] for name in found}
+
+
+def without_secret(name: str, value: Any) -> Any:
+    """The value of a setting for people: a word in place of one that looks like a secret."""
+    return HIDDEN if any(find_secrets(value, name)) else value
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -152,8 +152,6 @@ class RunController:
 
         Raises `ConfigError`, and the error of a worker that makes the model.
         """
-        told = {SOFTWARE: software(self.hardware.cpu_cores)}
-        self.run.note(self.next_iteration(), "run", "begins", **told)
         self.model = self._model or self._made_model()
         self.reference_models = reference_shapes(self.config)
         self._settle_policy()
@@ -168,6 +166,8 @@ class RunController:
         note_change(self.run)
         self._check_gates()
         self.run.store_config()
+        told = {SOFTWARE: software(self.hardware.cpu_cores)}
+        self.run.note(self.next_iteration(), "run", "begins", **told)
         self.tracker = track(self.run, self.hardware)
         self._held.callback(lambda: self.tracker.close(self._status))
 
