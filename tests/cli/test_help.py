@@ -76,7 +76,7 @@ def test_wrong_usage_exits_with_2(fresh_earl: Earl) -> None:
 def test_only_commands_that_need_prefect_import_it() -> None:
     modules = (
         "app runs configurations plan doctor status shards playing training evaluating "
-        "flow_command errors"
+        "comparing bisecting flow_command errors"
     )
     code = "; ".join(f"import flows.cli.{name}" for name in modules.split())
     assert _imported(code) & {"prefect", "mlflow", "torch", "transformers", "vllm"} == set()
