@@ -7,11 +7,13 @@ from typing import Any
 
 from earl_core.deployment.layer_shapes import LatentShape, StateShape
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
-_GATED_ATTENTION = ("qwen3_next", "qwen3_5")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_GATED_ATTENTION = ("qwen3_next", "qwen3_5", "afmoe")
 """Beginnings of `model_type` whose queries come with a gate of the output, as wide as they."""
-_NORMED = ("qwen3", "olmoe")
+_NORMED = ("qwen3", "olmoe", "minimax_m2", "dots1", "exaone_moe", "afmoe")
 """The same of models that normalise queries and keys whatever their configuration says."""
 _NARROW_GATES = ("qwen", "olmoe", "gpt_oss")
 """The same of models whose routers give weights of the dtype that computes."""
@@ -83,8 +85,8 @@ def _mixture(read: _Numbers, kind: str, layers: int) -> dict[str, Any]:
     if chosen > experts:
         raise ValueError(f"a token is given {chosen} experts of only {experts}")
     width = read("moe_intermediate_size", "intermediate_size")
-    count = read("n_shared_experts", "num_shared_experts", default=0, least=0)
-    shared = read("shared_expert_intermediate_size", default=count * width, least=0)
+    count = read(*_SHARED, default=0, least=0)
+    shared = read(*_SHARED_WIDTH, default=count * width, least=0)
     return {
         "experts": experts,
         "experts_per_token": chosen,
@@ -106,7 +108,11 @@ def _routed(read: _Numbers, layer: int) -> bool:
         return False
     if layer in (read.text.get("mlp_only_layers") or ()):
         return False
-    return (layer + 1) % read("decoder_sparse_step", default=1) == 0
+    # ERNIE's words for the same; -1 stands for the last layer.
+    last = read("moe_layer_end_index", default=-1, least=-1)
+    if layer < read("moe_layer_start_index", default=0, least=0) or -1 < last < layer:
+        return False
+    return (layer + 1) % read("decoder_sparse_step", "moe_layer_interval", default=1) == 0
 
 
 def _mixers(read: _Numbers, kind: str, layers: int) -> dict[str, Any]:
@@ -156,8 +162,8 @@ def _attention_extras(read: _Numbers, kind: str, found: Mapping[str, Any]) -> in
     queries, keys = head * heads, head * pairs
     extras = heads if kind == "gpt_oss" else 0
     if found["query_key_norms"]:
-        # Those of OLMoE are as wide as all heads together.
-        extras += queries + keys if kind == "olmoe" else 2 * head
+        # Those of OLMoE and MiniMax-M2 are as wide as all heads together.
+        extras += queries + keys if kind in ("olmoe", "minimax_m2") else 2 * head
     if read.text.get("attention_bias", kind == "gpt_oss") and "latent" not in found:
         extras += queries + 2 * keys
         extras += 0 if kind == "glm4_moe" else found["hidden_size"]
