@@ -79,6 +79,8 @@ class _Numbers:
 def _mixture(read: _Numbers, kind: str, layers: int) -> dict[str, Any]:
     """Return the fields of a mixture of experts; empty for a dense model."""
     experts = read(*_EXPERTS, default=0, least=0)
+    if read.text.get("is_moe") is False:  # Doge's configuration has their number all the same.
+        return {}
     if experts < 2:
         return {"experts": experts} if experts else {}
     chosen = read(*_CHOSEN)
