@@ -49,6 +49,8 @@ def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "tied_embeddings": bool(text.get("tie_word_embeddings", tied)),
         "gated_mlp": gated and kind not in ("gpt_neox", "opt"),
     }
+    if inputs := read("hidden_size_per_layer_input", default=0, least=0):  # Gemma 3n and 4
+        fields["layer_input_size"] = inputs
     found = fields | _mixture(read, kind, layers) | _mixers(read, kind, layers)
     if len(found) > len(fields):
         # Of plain models these are left out: under 0.1 % of their parameters.
@@ -59,7 +61,8 @@ def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Numbers:
-    """Whole numbers of a configuration, under the first of several names that has one."""
+    """Whole numbers of a configuration, under the first of several names that has one. Of one for
+    each layer (Gemma 3n, Hunyuan) it is the largest."""
 
     def __init__(self, text: Mapping[str, Any]) -> None:
         self.text = text
@@ -67,6 +70,8 @@ class _Numbers:
     def __call__(self, *names: str, default: int | None = None, least: int = 1) -> int:
         for name in names:
             value = self.text.get(name)
+            if isinstance(value, list) and all(isinstance(each, int) for each in value):
+                value = max(value, default=None)
             if isinstance(value, int) and not isinstance(value, bool):
                 if value < least:
                     raise ValueError(f"{name} is {value}, and must be at least {least}")

@@ -75,8 +75,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 3}),
     "granitemoeshared": (
         "granitemoeshared",
-        {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 56,
-         "head_dim": 16},
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 56,
+            "head_dim": 16,
+        },
     ),
 }
 
@@ -123,6 +127,15 @@ def test_experts_are_seen_under_all_their_names() -> None:
     doge = {**SMALL, "model_type": "doge", "num_experts": 16384, "num_experts_per_tok": 64}
     assert ModelShape.from_config({**doge, "is_moe": False}).experts == 0
     assert ModelShape.from_config({**doge, "is_moe": True}).experts == 16384
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_a_second_table_of_embeddings_is_counted(kind: str) -> None:
+    """By default it has nearly half of the parameters, and Gemma 3n a width for each layer."""
+    model = on_meta(kind, {})
+    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
+    expected = sum(each.numel() for each in model.parameters())
+    assert shape.parameters == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("name", RELEASED)
