@@ -115,8 +115,15 @@ def _check_states(rollout: RolloutConfig, kind: str, hardware: Hardware) -> None
 
 
 def _check_experts(config: RunConfig, model: ModelShape, hardware: Hardware) -> None:
-    """Raise `ConfigError` where the update's ranks cannot divide the model's experts."""
-    stages = config.stages
+    """Raise `ConfigError` where the update's ranks cannot divide the model's experts, or an engine
+    cannot record them beside drafts."""
+    stages, rollout = config.stages, config.rollout
+    recorded = model.experts > 1 and rollout.record_routing == "auto"
+    if recorded and rollout.drafts is not None and rollout.engine == "vllm" and hardware.gpus:
+        raise ConfigError(
+            "rollout.drafts is set, and vLLM on a GPU cannot draft and record a mixture's experts: "
+            "leave rollout.drafts out, or set rollout.record_routing to off"
+        )
     for key, iteration in stages.steps():
         given = stages.at(iteration)[1]
         if given is None or given.expert_parallel == 1:

@@ -85,6 +85,7 @@ _LATER = {
     "gated_attention",
     "query_key_norms",
     "attention_extras",
+    "layer_input_size",
     "states",
     "latent",
 }

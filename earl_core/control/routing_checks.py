@@ -8,8 +8,8 @@ from earl_core.trajectory.routing import untold
 
 _UNTOLD = frozenset(
     {
-        *("deepseek_v4", "inkling_text", "jamba", "jetmoe", "llama4", "llama4_text"),
-        *("longcat_flash", "phimoe", "zaya"),
+        *("deepseek_v4", "gemma4", "gemma4_text", "inkling_text", "jamba", "jetmoe", "llama4"),
+        *("llama4_text", "longcat_flash", "phimoe", "zaya"),
     }
 )
 """Model types of transformers whose routers draw, send gradients past their choice, or choose by

@@ -7,11 +7,13 @@ from typing import Any
 
 from earl_core.deployment.layer_shapes import LatentShape, StateShape
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
-_GATED_ATTENTION = ("qwen3_next", "qwen3_5")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_GATED_ATTENTION = ("qwen3_next", "qwen3_5", "afmoe")
 """Beginnings of `model_type` whose queries come with a gate of the output, as wide as they."""
-_NORMED = ("qwen3", "olmoe")
+_NORMED = ("qwen3", "olmoe", "minimax_m2", "dots1", "exaone_moe", "afmoe")
 """The same of models that normalise queries and keys whatever their configuration says."""
 _NARROW_GATES = ("qwen", "olmoe", "gpt_oss")
 """The same of models whose routers give weights of the dtype that computes."""
@@ -47,6 +49,8 @@ def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "tied_embeddings": bool(text.get("tie_word_embeddings", tied)),
         "gated_mlp": gated and kind not in ("gpt_neox", "opt"),
     }
+    if inputs := read("hidden_size_per_layer_input", default=0, least=0):  # Gemma 3n and 4
+        fields["layer_input_size"] = inputs
     found = fields | _mixture(read, kind, layers) | _mixers(read, kind, layers)
     if len(found) > len(fields):
         # Of plain models these are left out: under 0.1 % of their parameters.
@@ -57,7 +61,8 @@ def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Numbers:
-    """Whole numbers of a configuration, under the first of several names that has one."""
+    """Whole numbers of a configuration, under the first of several names that has one. Of one for
+    each layer (Gemma 3n, Hunyuan) it is the largest."""
 
     def __init__(self, text: Mapping[str, Any]) -> None:
         self.text = text
@@ -65,6 +70,8 @@ class _Numbers:
     def __call__(self, *names: str, default: int | None = None, least: int = 1) -> int:
         for name in names:
             value = self.text.get(name)
+            if isinstance(value, list) and all(isinstance(each, int) for each in value):
+                value = max(value, default=None)
             if isinstance(value, int) and not isinstance(value, bool):
                 if value < least:
                     raise ValueError(f"{name} is {value}, and must be at least {least}")
@@ -77,14 +84,16 @@ class _Numbers:
 def _mixture(read: _Numbers, kind: str, layers: int) -> dict[str, Any]:
     """Return the fields of a mixture of experts; empty for a dense model."""
     experts = read(*_EXPERTS, default=0, least=0)
+    if read.text.get("is_moe") is False:  # Doge's configuration has their number all the same.
+        return {}
     if experts < 2:
         return {"experts": experts} if experts else {}
     chosen = read(*_CHOSEN)
     if chosen > experts:
         raise ValueError(f"a token is given {chosen} experts of only {experts}")
     width = read("moe_intermediate_size", "intermediate_size")
-    count = read("n_shared_experts", "num_shared_experts", default=0, least=0)
-    shared = read("shared_expert_intermediate_size", default=count * width, least=0)
+    count = read(*_SHARED, default=0, least=0)
+    shared = read(*_SHARED_WIDTH, default=count * width, least=0)
     return {
         "experts": experts,
         "experts_per_token": chosen,
@@ -106,7 +115,11 @@ def _routed(read: _Numbers, layer: int) -> bool:
         return False
     if layer in (read.text.get("mlp_only_layers") or ()):
         return False
-    return (layer + 1) % read("decoder_sparse_step", default=1) == 0
+    # ERNIE's words for the same; -1 stands for the last layer.
+    last = read("moe_layer_end_index", default=-1, least=-1)
+    if layer < read("moe_layer_start_index", default=0, least=0) or -1 < last < layer:
+        return False
+    return (layer + 1) % read("decoder_sparse_step", "moe_layer_interval", default=1) == 0
 
 
 def _mixers(read: _Numbers, kind: str, layers: int) -> dict[str, Any]:
@@ -156,8 +169,8 @@ def _attention_extras(read: _Numbers, kind: str, found: Mapping[str, Any]) -> in
     queries, keys = head * heads, head * pairs
     extras = heads if kind == "gpt_oss" else 0
     if found["query_key_norms"]:
-        # Those of OLMoE are as wide as all heads together.
-        extras += queries + keys if kind == "olmoe" else 2 * head
+        # Those of OLMoE and MiniMax-M2 are as wide as all heads together.
+        extras += queries + keys if kind in ("olmoe", "minimax_m2") else 2 * head
     if read.text.get("attention_bias", kind == "gpt_oss") and "latent" not in found:
         extras += queries + 2 * keys
         extras += 0 if kind == "glm4_moe" else found["hidden_size"]

@@ -50,6 +50,9 @@ class ModelShape(Settings):
     attention_extras: int = Field(
         default=0, description="Numbers beside the matrices of a layer's attention, if counted."
     )
+    layer_input_size: int = Field(
+        default=0, description="Width of what a second table has of a token for each layer."
+    )
     states: StateShape | None = Field(
         default=None, description="Layers that have a state in place of attention."
     )
@@ -216,6 +219,9 @@ class ModelShape(Settings):
 
     def _with_tables(self, layers: int) -> int:
         tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        # Each layer has its columns of the table, a projection of the embeddings to as many, a gate
+        # and a way back.
+        tables += self.layers * self.layer_input_size * (self.vocabulary + 3 * self.hidden_size)
         return tables + layers + self.hidden_size
 
     def with_adapter(self, adapter: AdapterShape | None) -> ModelShape:

@@ -276,7 +276,7 @@ def _copied(router: nn.Module, draw: torch.Generator) -> nn.Module:
 
 
 def _follows(trial: Any, seat: _Seat, inputs: list[torch.Tensor]) -> bool:
-    weights, chosen = _read(trial(*inputs))
+    offered, chosen = _read(trial(*inputs))
     live = seat.live
     if seat.calls != 1 or live is None or not torch.equal(chosen, live):
         return False
@@ -286,16 +286,20 @@ def _follows(trial: Any, seat: _Seat, inputs: list[torch.Tensor]) -> bool:
         results.append(_read(trial(*inputs)))
         if not torch.equal(results[-1][1], told):
             return False
-    # A weight is that of its expert, wherever that stands.
+    # A weight is that of its expert, wherever that stands. Where a token is given all experts, the
+    # scores look like weights, and stay where they are.
     (again, _), (flipped, _), _ = results
-    return torch.equal(weights, again) and torch.allclose(flipped.flip(1), again)
+    return any(
+        torch.equal(weights, same) and torch.allclose(other.flip(1), same)
+        for weights, same, other in zip(offered, again, flipped, strict=True)
+    )
 
 
-def _read(result: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the weights and the experts [tokens, chosen] among what a router returns."""
+def _read(result: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Find what may be the weights, and the experts, [tokens, chosen] each, among what a router
+    returns."""
     (chosen,) = (each for each in result if not each.is_floating_point())
-    (weights,) = (t for t in result if t.is_floating_point() and t.shape == chosen.shape)
-    return weights, chosen
+    return [t for t in result if t.is_floating_point() and t.shape == chosen.shape], chosen
 
 
 def _inputs(seat: _Seat) -> int:

@@ -113,7 +113,7 @@ class RecordedRouting:
         that no layer has."""
         rows = self._rows[places]
         self.read_bytes += rows.nbytes
-        odd = rows >= self.shape.experts
+        odd = (rows < 0) | (rows >= self.shape.experts)
         # Only whole tokens are without a record.
         odd &= ~(rows == np.iinfo(rows.dtype).max).all(axis=1, keepdims=True)
         if odd.any():

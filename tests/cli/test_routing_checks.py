@@ -34,10 +34,11 @@ def said(config: RunConfig) -> list[str]:
     ("kind", "experts", "overrides", "words"),
     [
         ("phimoe", 4, (), "phimoe model, whose routers choose .* set rollout.record_routing=off"),
+        ("gemma4_text", 4, (), "gemma4_text model, whose routers .* rollout.record_routing=off"),
         ("llama", 0, ("model.freeze_routers=true",), "freeze_routers is true, but .* no experts"),
         ("llama", 0, ("algorithm.router_aux_loss_coef=0.1",), "coef is not 0, but .* no experts"),
     ],
-    ids=("untold", "nothing to keep", "nothing to balance"),
+    ids=("untold", "untold, too", "nothing to keep", "nothing to balance"),
 )  # fmt: skip
 def test_what_routers_cannot_do_is_refused(
     tmp_path: Path, kind: str, experts: int, overrides: tuple[str, ...], words: str

@@ -75,6 +75,17 @@ def test_experts_are_divided_where_there_are_some() -> None:
         check_stages(divided, shape(), CORES)
 
 
+def test_drafts_beside_recorded_experts_are_refused_on_gpus_alone() -> None:
+    experts = shape().model_copy(update={"experts": 8, "model_type": "qwen3_moe"})
+    gpus = CORES.model_copy(update={"gpus": 2})
+    drafted = {"rollout__engine": "vllm", "rollout__drafts": {}}
+    check_stages(parse_config(with_(**drafted)), experts, CORES)
+    check_stages(parse_config(with_(**drafted)), shape(), gpus)
+    check_stages(parse_config(with_(**drafted, rollout__record_routing="off")), experts, gpus)
+    with pytest.raises(ConfigError, match=r"drafts out, or set rollout\.record_rou"):
+        check_stages(parse_config(with_(**drafted)), experts, gpus)
+
+
 @pytest.mark.parametrize(
     ("experts", "update", "message"),
     [

@@ -227,6 +227,8 @@ def test_a_routing_of_another_model_is_a_damaged_shard() -> None:
         routing.read(np.array([1]))
     with pytest.raises(RoutingError, match=r"has 8 numbers for 3 tokens, the model needs 12"):
         RecordedRouting(SHAPE, rows.reshape(-1), 3, "sample 7")
+    with pytest.raises(RoutingError, match="names expert -2 for token 0 in routed layer 1"):
+        RecordedRouting(RoutingShape(2, 1, 300), np.array([7, -2], np.int16), 1, "sample 7")
     assert RoutingShape(1, 8, 256).dtype == "uint8"
     assert RoutingShape(1, 8, 257).dtype == RoutingShape(1, 1, 256).dtype == "int16"
 
@@ -293,6 +295,18 @@ def test_every_family_makes_its_weights_of_what_it_is_told(
         moved = (under(other) - plain).abs()[0].amax(dim=1)
         assert moved[:5].max() < 1e-5
         assert moved[5] > 1e-3
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "GraniteMoe", "JetMoe"])
+def test_a_token_may_be_given_all_experts(family: str) -> None:
+    """The scores of a router look like its weights then."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, kv_channels=16, num_local_experts=4,
+        num_experts_per_tok=4,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    assert (routers_of(model) is None) == (family == "JetMoe")
 
 
 def test_routers_that_draw_are_refused_unless_nothing_is_recorded(tmp_path: Path) -> None:

@@ -72,6 +72,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {**STATES, "tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**ROUTED, **SHARED, **STATES, "num_experts": 8}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 3}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 3}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 56,
+            "head_dim": 16,
+        },
+    ),
 }
 
 
@@ -101,6 +111,31 @@ def test_a_shape_counts_the_parameters_of_a_family(case: str) -> None:
     kind, sizes = CASES[case]
     model = on_meta(kind, {**SMALL, **sizes})
     check(model, ModelShape.from_config(model.config.to_dict()))  # type: ignore[operator, union-attr]
+
+
+def test_experts_are_seen_under_all_their_names() -> None:
+    """ERNIE's own; and Doge's configuration has their number without any."""
+    named = {
+        "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2, "moe_intermediate_size": 40,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 3,
+    }  # fmt: skip
+    model = on_meta("ernie4_5_moe", {**SMALL, **named})
+    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
+    assert (shape.experts, shape.experts_per_token, shape.routed_layers) == (8, 3, 3)
+    biases = 3 * 8  # of its routers' choice, which nobody trains
+    assert shape.parameters + biases == sum(each.numel() for each in model.parameters())
+    doge = {**SMALL, "model_type": "doge", "num_experts": 16384, "num_experts_per_tok": 64}
+    assert ModelShape.from_config({**doge, "is_moe": False}).experts == 0
+    assert ModelShape.from_config({**doge, "is_moe": True}).experts == 16384
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_a_second_table_of_embeddings_is_counted(kind: str) -> None:
+    """By default it has nearly half of the parameters, and Gemma 3n a width for each layer."""
+    model = on_meta(kind, {})
+    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
+    expected = sum(each.numel() for each in model.parameters())
+    assert shape.parameters == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("name", RELEASED)
