@@ -241,7 +241,9 @@ class GroupWorker(EngineWorker):
         try:
             versions = {version: self._digests[version] for version in record.versions()}
             key, label = self._given[group]
-            kept = self._pools.can_replay(self._config.played[label])
+            # A record has no experts: what has ended of a mixture's group would lose its own.
+            routed = self._engine is not None and self._engine.routing is not None
+            kept = self._pools.can_replay(self._config.played[label]) and not routed
             if kept and not record.has_begun:
                 return False
             episodes = record.dump() if kept else None

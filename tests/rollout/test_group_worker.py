@@ -18,6 +18,7 @@ from earl_core.rollout.errors import EngineLost
 from earl_core.rollout.rollout_worker import RolloutWorker
 from earl_core.run.parked_groups import ParkedGroup, ParkedGroups
 from earl_core.system.errors import EarlError
+from tests.learner.test_routing import mixture
 from tests.rollout.chat_models import tiny_model
 from tests.rollout.test_worker import Setting
 
@@ -186,6 +187,20 @@ def test_what_cannot_be_replayed_is_parked_without_its_episodes(setting: Setting
     assert all(each is not None for each in files)
     # It goes on with none, whoever asks for it.
     assert asyncio.run(session(setting, given(*GROUPS), 0, 0))[2] == []
+
+
+def test_a_group_whose_experts_are_recorded_is_parked_without_its_episodes(
+    tmp_path: Path, setting: Setting
+) -> None:
+    """What has ended of it would lose them, and be trained under others."""
+    place = tmp_path / "mixed"
+    place.mkdir()
+    mixed = Setting(place, mixture(tmp_path / "mixture"))
+    for section in ("rollout", "schedule", "algorithm"):
+        mixed.config[section] = setting.config[section]
+    asyncio.run(session(mixed, given(), 0, 3))
+    files = [parked(mixed).read(group) for group in GROUPS]
+    assert [each is not None and each.episodes is None for each in files] == [True] * 3
 
 
 def test_a_game_that_does_not_repeat_itself_is_played_anew(setting: Setting) -> None:
