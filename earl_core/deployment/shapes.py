@@ -193,12 +193,16 @@ class ModelShape(Settings):
         return self._in_layers(self.experts_per_token) // self.layers
 
     @cached_property
-    def largest_layer(self) -> int:
-        """Parameters of the largest decoder layer, with all of its experts."""
+    def all_experts(self) -> int:
+        """Parameters of the experts of all layers, which ranks may divide among themselves."""
+        return self.routed_layers * self.experts * self.expert_parameters
+
+    def largest_layer(self, degree: int = 1) -> int:
+        """Parameters of the largest decoder layer, with the experts of one of so many ranks."""
         states = self._state_parameters if self.states else 0
         mixing = max(states, self._attention_parameters if self.attention_layers else 0)
         dense = self._dense_parameters if self.routed_layers < self.layers else 0
-        routed = self._routed_parameters(self.experts) if self.routed_layers else 0
+        routed = self._routed_parameters(self.experts // degree) if self.routed_layers else 0
         return mixing + max(dense, routed) + 2 * self.hidden_size
 
     @cached_property

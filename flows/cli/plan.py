@@ -268,7 +268,7 @@ def _state(shape: ModelShape, hardware: Hardware) -> str:
         text += (
             f" For a token {shape.active_parameters / 1e9:.3g} B of them work: "
             f"{shape.experts_per_token} of a layer's {shape.experts} experts. A rank that computes "
-            f"a layer gathers all of them, {2 * shape.largest_layer / 1e9:.2f} GB in bf16."
+            f"a layer gathers all of them, {2 * shape.largest_layer() / 1e9:.2f} GB in bf16."
         )
     if shape.states is not None:
         text += (

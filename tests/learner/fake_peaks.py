@@ -42,6 +42,8 @@ from earl_core.learner.compiled_layers import compile_layers
 from earl_core.learner.data.prefix_tree import separate
 from earl_core.learner.low_rank import attach_pairs, entry_of, pairs_of
 from earl_core.learner.model import PackedTensors, checkpoint_activations, settle
+from earl_core.learner.parallel.expert_mesh import expert_mesh, forget_experts
+from earl_core.learner.parallel.expert_parallel import _Experts
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel_model import ParallelModel, parallelize
 from earl_core.learner.state.optimizer import PolicyOptimizer
@@ -199,6 +201,17 @@ MIXED = [
 ]
 """Mixtures of experts, and models with states."""
 
+DIVIDED = [
+    _case("qwen3-30b-a3b", 8192, replicas=2, shard=4, expert_parallel=8),
+    _case("qwen3-30b-a3b", 8192, "none", shard=8, expert_parallel=2),
+    _case("glm-4.5-air", 8192, "selective", shard=16, expert_parallel=4),
+    _case("glm-4.5-air", 8192, replicas=8, expert_parallel=8),
+    _case("mixtral-8x7b", 16384, context_parallel=2, shard=4, expert_parallel=2),
+    _case("mixtral-8x7b", 4096, "none", shard=8, expert_parallel=8),
+    _case("mixtral-8x7b", 4096, shard=2, expert_parallel=2),
+]
+"""Mixtures whose experts are divided over ranks."""
+
 MORE = [
     _case("qwen2.5-1.5b", 4096, "none", shard=2),
     _case("qwen2.5-7b", 16384, "selective", shard=8),
@@ -233,7 +246,8 @@ MORE = [
 def _as_on_a_gpu() -> Iterator[None]:
     """What the head holds on a GPU, whose products need no copy in 16 bits; meshes that are joined
     while tensors are fake, which asks real ones for their numbers; and compiled layers that keep
-    what inductor would have them keep, and run operator by operator."""
+    what inductor would have them keep, and run operator by operator; and divided experts that have
+    as many rows each, because nobody counts fake ones."""
 
     def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         out.zero_()
@@ -249,12 +263,24 @@ def _as_on_a_gpu() -> Iterator[None]:
         )
         return compiling(function, backend=graph, dynamic=False)
 
+    def count(rows: torch.Tensor, minlength: int) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return torch.full((minlength,), len(rows) // minlength)
+
+    def counts(experts: Any, sent: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        with unset_fake_temporarily():
+            rows = sent.view(-1, experts.held)
+            each = rows.sum(dim=1).tolist()
+        return rows, each, each
+
     joined, compiling = DeviceMesh._concatenate, torch.compile
     with (
         patch.object(token_logprobs, "multiply", multiply),
         patch.object(logit_passes, "_LOGITS_PER_STEP", logit_passes._LOGITS_PER_STEP_OF_A_GPU),
         patch.object(DeviceMesh, "_concatenate", staticmethod(join)),
         patch.object(torch, "compile", partition),
+        patch.object(torch, "bincount", count),
+        patch.object(_Experts, "counts", counts),
     ):
         yield
 
@@ -274,6 +300,11 @@ def mixed_peaks(scratch: Path) -> dict[str, int]:
     return {str(case): _peak(case) for case in MIXED}
 
 
+def divided_peaks(scratch: Path) -> dict[str, int]:
+    """The peak of each of `DIVIDED`, bytes."""
+    return {str(case): _peak(case) for case in DIVIDED}
+
+
 def more_peaks(scratch: Path) -> dict[str, int]:
     """The peak of each of `MORE`, bytes."""
     return {str(case): _peak(case) for case in MORE}
@@ -284,6 +315,7 @@ def _peak(case: Case) -> int:
         with _as_on_a_gpu():
             return update_peak(case.shape, case.deployment, case.mixed, case.compiled, case.config)
     finally:
+        forget_experts()
         dist.destroy_process_group()
 
 
@@ -300,6 +332,7 @@ def update_peak(
     dist.init_process_group("fake", rank=0, world_size=deployment.ranks)
     mesh = UpdateMesh(deployment, 0, torch.device("cpu"))
     mesh._connect()
+    mesh.experts = expert_mesh(deployment, "cpu")
     config = config or Shape.of("", shape).config(shape.max_positions)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

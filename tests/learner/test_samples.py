@@ -22,6 +22,7 @@ from earl_core.learner.data.samples import (
 )
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.run.worker import PlanReads
+from earl_core.selector.model.catalogue import MODELS
 from earl_core.system.processes import host_name
 from earl_core.trajectory.schema import ROUTING, ROUTING_HASH
 from tests.learner.cuts import mesh_of
@@ -110,3 +111,12 @@ def test_a_row_costs_what_its_multiplications_do() -> None:
     matrices = 3 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 100 * 64
     # Each token's query with, on average, half of the keys, and as many values: 64 wide each.
     assert RowCost.of(model) == RowCost(matrices, 3 * 64)
+
+
+def test_a_row_costs_attention_where_there_is_some_and_the_rule_of_a_state_elsewhere() -> None:
+    hybrid = MODELS["qwen3.5-9b"]
+    cost = RowCost.of(hybrid)
+    assert cost.quadratic == 8 * 16 * 256
+    # 24 layers with 32 states of [128, 128] each.
+    rule = 4 * 24 * 32 * 128 * 128
+    assert cost.linear == 32 * hybrid.layer_parameters + hybrid.embedding_parameters + rule

@@ -68,11 +68,15 @@ class RowCost:
 
     @classmethod
     def of(cls, model: ModelShape) -> RowCost:
-        """Multiplications of a forward pass: the matrices for each token, attention for each pair
-        of a token and one before it. The backward pass costs twice as much of both.
+        """Multiplications of a forward pass: the matrices for each token, and the rule of its
+        layers with a state, four for each number of one; attention for each pair of a token and one
+        before it, in the layers that have it. The backward pass costs twice as much of all.
         """
-        matrices = model.layers * model.layer_parameters + model.embedding_parameters
-        return cls(float(matrices), float(model.layers * model.query_size))
+        linear = model.layers * model.layer_parameters + model.embedding_parameters
+        if model.states is not None:
+            linear += 4 * model.states.layers * model.states.numbers
+        pairs = model.attention_layers * (model.query_size + model.output_size) / 2
+        return cls(float(linear), pairs)
 
 
 @dataclass(frozen=True)

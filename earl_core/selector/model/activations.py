@@ -136,18 +136,20 @@ def _read(shape: ModelShape, *names: str) -> bool:
     return shape.adapter is None or any(name in shape.adapted for name in names)
 
 
-def selective_layer_bytes(shape: ModelShape, tensor: int, mixed: bool) -> float:
+def selective_layer_bytes(shape: ModelShape, tensor: int, mixed: bool, degree: int = 1) -> float:
     """Bytes that a token leaves in the mean layer under selective checkpointing, on one device.
 
     The layer's input; the products: query, key, value, output, gate, up and down; attention's
     output and its log-sum; of a layer with a state its products; of experts also the router's, and
-    each one's output. Tensor parallel ranks share all but the results of output and down before
+    each one's output, where they are divided over `degree` ranks its rows as they arrived, too, on
+    either way. Tensor parallel ranks share all but the results of output and down before
     they are added up over the ranks. The product of a pair's B is computed again.
     """
     value, routed = 2 if mixed else 4, shape.routed_layers / shape.layers
     split = (3 if tensor > 1 else 1) * shape.hidden_size + _mixed_sizes(shape)
     split += (2 if shape.gated_mlp else 1) * shape.mean_width
-    split += routed * (shape.experts_per_token * shape.hidden_size + shape.experts)
+    rows = (3 if degree > 1 else 1) * shape.experts_per_token
+    split += routed * (rows * shape.hidden_size + shape.experts)
     split_bytes = (value * split + 4 * shape.attention_share * shape.attention_heads) / tensor
     return 2 * value * shape.hidden_size + split_bytes + pair_bytes(shape, mixed)
 

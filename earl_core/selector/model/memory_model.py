@@ -20,6 +20,7 @@ from earl_core.selector.model.activations import (
 )
 from earl_core.selector.model.memory import Memory, TrainingNeeds
 from earl_core.selector.model.microbatch import Microbatch, OnDevice
+from earl_core.selector.model.shares import shares
 from earl_core.selector.model.sizes import BYTES_PER_LOGIT, positions_at_a_time
 
 RUNTIME_BYTES = 2**30
@@ -91,8 +92,8 @@ class MemoryModel:
     def state(self, candidate: StageDeployment, mixed: bool) -> Memory:
         """An update rank's part of parameters, gradients and moments, whatever the load: float32
         weights, gradients and two moments of what is trained, and a frozen model in the dtype that
-        computes, divided by tensor, shard and context ranks."""
-        trained = own = self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
+        computes, divided by tensor, shard and context ranks, experts also by expert ranks."""
+        trained = own = self._own(candidate)
         frozen = 0.0
         if self.shape.adapter is not None:
             frozen = (2 if mixed else 4) * own
@@ -100,6 +101,10 @@ class MemoryModel:
             trained = pairs / candidate.parts
         moments = 0.0 if candidate.offload_optimizer else 8 * trained
         return Memory(weights=frozen + 4 * trained, gradients=4 * trained, optimizer=moments)
+
+    def _own(self, candidate: StageDeployment) -> float:
+        """Parameters of the model that lie on one rank of an update."""
+        return sum(share.own for share in shares(self.shape, candidate))
 
     def resting(self, candidate: StageDeployment, mixed: bool) -> float:
         """Bytes that an update rank leaves in the host's memory while others have its device:
@@ -110,8 +115,7 @@ class MemoryModel:
     def scoring(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> Memory:
         """Peak of one rank that only scores (reference, value): float32 weights, and a forward pass
         that keeps no activations. With an adapter it is an update rank, whose state is there."""
-        own = 4 * self.shape.parameters / (candidate.tensor_parallel * candidate.parts)
-        state = Memory(weights=own)
+        state = Memory(weights=4 * self._own(candidate))
         if self.shape.adapter is not None:
             state = self.state(candidate, needs.mixed)._replace(gradients=0.0)
         state = state._replace(runtime=self.runtime)

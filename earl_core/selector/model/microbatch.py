@@ -52,7 +52,8 @@ class Microbatch:
         self.value = 2 if needs.mixed else 4
         self.mixed, self.tied, self.layers = needs.mixed, shape.tied_embeddings, shape.layers
         self.shared, self.wrapped = candidate.parts > 1, needs.mixed or candidate.parts > 1
-        self.layer = shape.largest_layer / tensor
+        degree = candidate.expert_parallel
+        self.layer = shape.largest_layer(degree) / tensor
         self.table = shape.embedding_parameters / tensor
         # What of them is trained.
         self.trained, self.trained_table = self.layer, self.table
@@ -66,7 +67,7 @@ class Microbatch:
         self.whole_state = self.value * shape.hidden_size
         self.state = self.whole_state / tensor
         self.kept, mean = device.kept, device.mean
-        selective = selective_layer_bytes(shape, tensor, needs.mixed)
+        selective = selective_layer_bytes(shape, tensor, needs.mixed, degree)
         if needs.compiled:
             self.kept = mean = selective = compiled_layer_bytes(shape, tensor, needs.mixed)
         rung = candidate.activation_checkpointing
@@ -83,7 +84,7 @@ class Microbatch:
         if shape.states is not None:
             # The norm of its gated output is as wide as the values.
             self.normalising = max(self.normalising, 16.0 * shape.states.value_size)
-        self.products = _Products.of(shape, tensor, needs, self.trained)
+        self.products = _Products.of(shape, tensor, degree, needs, self.trained)
         # Keys and values of a whole pack, of which a context rank has a part.
         whole = 2 * self.value * shape.key_value_size * candidate.context_parallel / tensor
         self.whole = whole if candidate.context_parallel > 1 else 0.0
@@ -199,11 +200,13 @@ class _Products(NamedTuple):
     undone: tuple[tuple[float, float], ...]
 
     @classmethod
-    def of(cls, shape: ModelShape, tensor: int, needs: TrainingNeeds, trained: float) -> _Products:
-        """trained: parameters of the layer that are."""
+    def of(
+        cls, shape: ModelShape, tensor: int, degree: int, needs: TrainingNeeds, trained: float
+    ) -> _Products:
+        """degree: ranks that hold different experts. trained: parameters of the layer that are."""
         value = 2 if needs.mixed else 4
         if shape.routed_layers:
-            return cls._routed(shape, value)
+            return cls._routed(shape, degree, value)
         wide = value * shape.feed_forward / tensor
         kept = feed_forward_bytes(shape, tensor, needs.mixed)
         # Two products' gradients.
@@ -216,13 +219,13 @@ class _Products(NamedTuple):
         return cls(kept, 3 * wide, matrix, ((matrix, moving),))
 
     @classmethod
-    def _routed(cls, shape: ModelShape, value: int) -> _Products:
+    def _routed(cls, shape: ModelShape, degree: int, value: int) -> _Products:
         """Of experts: rows, one for each expert of a token, are weighted and sorted back, which
         copies them, some in float32; later all experts have gradients, and so have the outputs of
         the first matrices."""
         rows = float(value * shape.experts_per_token * shape.hidden_size)
         wide = value * shape.experts_per_token * shape.expert_width
-        experts = float(shape.experts * shape.expert_parameters)
+        experts = float(shape.experts // degree * shape.expert_parameters)
         shared = 3 * value * shape.shared_expert_size
         weighted = 4 / value * rows if shape.float32_gates else rows
         forward = max(2 * rows + 2 * weighted, rows + 3 * wide) + shared

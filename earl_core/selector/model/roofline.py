@@ -14,6 +14,7 @@ from typing import NamedTuple
 from earl_core.deployment.shapes import DeviceFigures, Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.selector.model.memory_model import kv_bytes_per_token, sequence_bytes
+from earl_core.selector.model.shares import shares, trained_shares
 from earl_core.selector.model.sizes import positions_at_a_time
 
 LAUNCH_SECONDS = 6.6e-6
@@ -58,8 +59,7 @@ class Roofline:
     ) -> None:
         self.shape, self._value = shape, value
         self.device, self.hardware = device, hardware
-        # All travel; those that work for a token compute.
-        self._parameters = float(self.shape.parameters)
+        # Those that work for a token compute.
         self._active = float(self.shape.active_parameters)
         self._per_host = hardware.devices_per_host
         self._network = hardware.network_bandwidth
@@ -212,6 +212,9 @@ class Roofline:
             computing += passes * self._pairs_seconds(candidate, tokens, value)
         communicating = self._tensor_seconds(candidate, tokens, microbatches, passes)
         communicating += self._context_seconds(candidate, tokens, passes)
+        communicating += self._exchange_seconds(
+            candidate, tokens, microbatches, forward_only, value
+        )
         gathering = self._gather_seconds(candidate, microbatches, forward_only, value)
         seconds = epochs * (max(computing, gathering) + communicating)
         if forward_only:
@@ -256,10 +259,8 @@ class Roofline:
         head = shape.vocabulary * shape.hidden_size / candidate.tensor_parallel
         if self._pairs:
             head = 0.0
-        added = (
-            microbatches * self._trained / (candidate.tensor_parallel * candidate.parts)
-            + chunks * head
-        )
+        own = sum(share.own for share in trained_shares(self.shape, candidate))
+        added = microbatches * own + chunks * head
         # New and old are read, the sum is written.
         return 12.0 * added / (self.device.memory_bandwidth * candidate.threads)
 
@@ -294,26 +295,52 @@ class Roofline:
         if candidate.parts == 1:
             return 0.0
         # Weights travel for the forward and for the backward pass, gradients in float32.
-        numbers = (value if forward_only else 2.0 * value) * (self._parameters + self._pairs)
+        weights = value if forward_only else 2.0 * value
+        moved = [(weights, share) for share in shares(self.shape, candidate)]
+        if self._pairs:
+            moved += [(weights, share) for share in trained_shares(self.shape, candidate)]
         if not forward_only:
-            numbers += 4.0 * self._trained
-        moved = numbers / candidate.tensor_parallel * (candidate.parts - 1) / candidate.parts
-        bandwidth = self.group_bandwidth(
-            candidate.tensor_parallel * candidate.parts, candidate.tensor_parallel
+            moved += [(4.0, share) for share in trained_shares(self.shape, candidate)]
+        return microbatches * sum(
+            size * share.others / self.group_bandwidth(share.span, share.rings)
+            for size, share in moved
         )
-        return microbatches * moved / bandwidth
+
+    def _exchange_seconds(
+        self,
+        candidate: StageDeployment,
+        tokens: float,
+        microbatches: int,
+        forward_only: bool,
+        value: int,
+    ) -> float:
+        """Seconds in which tokens go to the ranks of their experts and come back, a row of the
+        hidden size for each expert of a token, as many to each rank: twice forward, twice backward,
+        and twice where a layer is computed again. Before the first the ranks tell each other how
+        many rows they send. Nothing computes meanwhile."""
+        degree = candidate.expert_parallel
+        if degree == 1:
+            return 0.0
+        again = candidate.activation_checkpointing == "full" and not forward_only
+        forward, backward = 1 + again, 0 if forward_only else 1
+        rows = tokens / candidate.context_parallel * self.shape.experts_per_token
+        moved = float(value) * rows * self.shape.hidden_size * (degree - 1) / degree
+        bandwidth = self.group_bandwidth(degree * candidate.context_parallel)
+        seconds = 2 * (forward + backward) * moved / bandwidth
+        if self.device.nccl:
+            seconds += microbatches * (3 * forward + 2 * backward) * LAUNCH_SECONDS
+        return self.shape.routed_layers * seconds
 
     def _optimizer_seconds(self, candidate: StageDeployment) -> float:
-        own = self._trained / (candidate.tensor_parallel * candidate.parts)
+        trained = trained_shares(self.shape, candidate)
+        own = sum(share.own for share in trained)
         # Gradient, weight and two moments are read, all but the gradient written, in float32.
         seconds = 28.0 * own / (self.device.memory_bandwidth * candidate.threads)
         if candidate.offload_optimizer:
             seconds += 16.0 * own / self.device.host_bandwidth
-        if candidate.replicas > 1:
-            moved = 8.0 * own * (candidate.replicas - 1) / candidate.replicas
-            seconds += moved / self.group_bandwidth(
-                candidate.ranks, candidate.tensor_parallel * candidate.parts
-            )
+        for share in trained:
+            moved = 8.0 * share.own * (share.copies - 1) / share.copies
+            seconds += moved / self.group_bandwidth(share.span * share.copies, share.span)
         return seconds
 
     def republish_seconds(self, update: StageDeployment, rollout: StageDeployment) -> float:
@@ -323,7 +350,7 @@ class Roofline:
         gathers a whole copy.
         """
         same = update.tensor_parallel == rollout.tensor_parallel and update.parts == 1
-        if same:
+        if same and update.expert_parallel == 1:
             return 0.0
         moved = 2.0 * self._trained / rollout.tensor_parallel
         return moved / self.group_bandwidth(
