@@ -25,6 +25,7 @@ from benchmarks.iteration_sides import shared_settings, trl_python
 from benchmarks.update_cases import (
     ADAPTER,
     ADAPTER_RANK,
+    APART,
     CASES,
     COMPILED,
     COMPUTE,
@@ -32,12 +33,16 @@ from benchmarks.update_cases import (
     LOOP_OF,
     PLAIN,
     QUICK,
+    ROUTED,
     SIDES,
+    SINGLE,
     SKIP,
+    SKIPPED,
     TRL,
     Case,
 )
 from benchmarks.update_episodes import workload
+from benchmarks.update_models import save_model
 from earl_core.cluster.host import local_hosts
 from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
@@ -64,6 +69,8 @@ class Runner:
         self._threads = options.threads
         self._memory_bytes = int(options.memory_gib * 2**30)
         self._started = 0
+        self.models = {"": str(config.model.path)}
+        """What each is, for people."""
 
     def run(self, case: Case, side: str, device_batch: int = 1) -> tuple[list[Update], Any]:
         """The measured updates of one process, and its norm. Raises `CommandFailed`."""
@@ -89,12 +96,25 @@ class Runner:
         found = json.loads(Path(settings["results"]).read_text(encoding="utf-8"))
         return found["updates"], found["norm"]
 
+    def _model(self, name: str) -> str:
+        """The path of one of `update_models`, made when it is first asked for; or the configured
+        one's."""
+        if not name:
+            return self._config.model.path
+        place = self._scratch / name
+        if name not in self.models:
+            self.models[name] = save_model(name, place)
+        return str(place)
+
     def _settings(self, case: Case, side: str, device_batch: int) -> dict[str, Any]:
         long = case.tokens is not None
+        model = self._model(case.model)
         return {
             **shared_settings(self._config),
+            "model": model,
             "config": str(self._file),
             "overrides": [
+                f"model.path={model}",
                 f"update.precision={case.precision}",
                 f"update.activation_checkpointing={'full' if long else 'none'}",
                 f"update.threads={self._threads}",
@@ -102,6 +122,7 @@ class Runner:
             ],
             "loop": LOOP_OF[side],
             "skips": side == SKIP,
+            "apart": side == APART,
             "estimator": case.estimator,
             "compile": side == COMPILED,
             "precision": case.precision,
@@ -129,10 +150,13 @@ class Measured:
         """Median over all updates."""
         return median([update["seconds"] for found in self.rounds[side] for update in found])
 
-    def ratios(self, side: str) -> list[float]:
+    def ratios(self, side: str, what: str = "seconds") -> list[float]:
         """Seconds of that side over those of EARL, the first side, within each round."""
         pairs = zip(self.rounds[side], self.rounds[self.case.first], strict=False)
-        return [_seconds(theirs) / _seconds(ours) for theirs, ours in pairs]
+        return [
+            median([update[what] for update in theirs]) / median([update[what] for update in ours])
+            for theirs, ours in pairs
+        ]
 
     def row(self, side: str) -> Row:
         """The side's row of the table."""
@@ -149,6 +173,7 @@ class Measured:
             "tokens computed": round(median([update["computed"] for update in updates])),
             "peak GiB": max(update[memory] for update in updates) / 2**30,
             "its time over EARL's": median(self.ratios(side)),
+            "its CPU s over EARL's": median(self.ratios(side, "cpu_seconds")),
         }
 
 
@@ -181,6 +206,9 @@ def measure(case: Case, runner: Runner, report: Report) -> Measured:
         report.notes.append(
             f"{case.title}: TRL trains {batches[TRL]} row(s) at a time, of {case.device_batches}."
         )
+    report.notes.append(f"{case.title}: {runner.models[case.model]}.")
+    if case.model and PLAIN in rounds:
+        report.notes.append(f"{case.title}: {ROUTED}")
     report.notes.append(
         f"{case.title}: {case.count} samples of {min(lengths)} to {max(lengths)} tokens, "
         f"{case.rounds} round(s) of {case.updates} measured update(s)."
@@ -212,11 +240,12 @@ def _check_norms(case: Case, norms: dict[str, float]) -> None:
         raise RuntimeError(f"{case.title}: the sides' gradient norms differ: {norms}")
 
 
-_SKIPPED = (
-    "zero_advantage_speedup: `compute` over `skip`. 7 of 12 groups have no spread: 58 % of the "
-    "tokens, of which a twentieth is computed all the same. Groups share prefixes, so 3,676 tokens "
-    "against 2,205 (2,007 without the twentieth) go through the model: 1.67 (1.83) at the most."
-)
+_OF_MODELS = {
+    PLAIN: "update_share_of_plain_torch",
+    APART: "update_tree_speedup",
+    SINGLE: "update_speedup_vs_single_samples",
+}
+"""Headlines of cases with a random model: its name is added."""
 
 
 def fill(report: Report, found: Sequence[Measured]) -> None:
@@ -226,8 +255,13 @@ def fill(report: Report, found: Sequence[Measured]) -> None:
     skipping = [median(each.ratios(COMPUTE)) for each in found if COMPUTE in each.rounds]
     if skipping:
         report.headline["zero_advantage_speedup"] = min(skipping)
-        report.notes.append(_SKIPPED)
-    compared = [each for each in found if each.case.first == EARL]
+        report.notes.append(SKIPPED)
+    for each in found:
+        for side, name in _OF_MODELS.items():
+            if each.case.model and side in each.rounds:
+                headline = f"{name}_{each.case.model}"
+                report.headline[headline] = median(each.ratios(side))
+    compared = [each for each in found if each.case.first == EARL and not each.case.model]
     for suffix, long in (("", False), ("_long_contexts", True)):
         cases = [each for each in compared if (each.case.tokens is not None) == long]
         for name, side in (("update_share_of_plain_torch", PLAIN), ("update_speedup_vs_trl", TRL)):
@@ -243,6 +277,12 @@ def fill(report: Report, found: Sequence[Measured]) -> None:
         memory = [_peak(each, TRL) / _peak(each, EARL) for each in cases if TRL in each.rounds]
         if memory:
             report.headline[f"update_peak_memory_of_trl_over_earl{suffix}"] = min(memory)
+    _explain(report, found)
+
+
+def _explain(report: Report, found: Sequence[Measured]) -> None:
+    """The notes that these sides and cases need."""
+    sides = {side for each in found for side in each.rounds}
     report.notes += [
         "tokens/s: tokens of all samples, prompts and observations included, over the seconds of "
         "one whole update: forward, backward, clipping, optimizer step. EARL's seconds include "
@@ -253,14 +293,20 @@ def fill(report: Report, found: Sequence[Measured]) -> None:
         "Tokens computed: tokens that go through the model. Beginnings that samples share are "
         "computed once on EARL's side and in the plain loop with the same packs; TRL's count has "
         "its padding.",
-        "Long samples are recorded turns laid one after another until the length is reached; "
-        "SmolLM2 was trained for 8,192 positions, which does not change what an update costs. "
-        "Activation checkpointing is on for them, on every side.",
-        "An adapter's gradient has another norm, that of its pairs alone.",
+    ]
+    if any(each.case.tokens for each in found):
+        report.notes.append(
+            "Long samples are recorded turns laid one after another until the length is reached; "
+            "SmolLM2 was trained for 8,192 positions, which does not change what an update costs. "
+            "Activation checkpointing is on for them, on every side."
+        )
+    if ADAPTER in sides:
+        report.notes.append("An adapter's gradient has another norm, that of its pairs alone.")
+    report.notes += [
         "Headlines are the worst case of the recorded episodes as they are, and, named apart, of "
-        "the long ones, which share and pad next to nothing. Peak: resident memory of the process "
-        "during the update (on a GPU: allocated device memory), weights, gradients and optimizer "
-        "state included.",
+        "random models and of the long ones, which share and pad next to nothing.",
+        "Peak: resident memory of the process during the update (on a GPU: allocated device "
+        "memory), weights, gradients and optimizer state included.",
     ]
 
 
@@ -275,14 +321,20 @@ def main() -> None:
     # As Ctrl-C does: the side that runs must not outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     config = load_config(options.config)
-    report = Report("update", "The update: EARL, plain torch and TRL")
+    others = ", ".join(dict.fromkeys(case.model for case in options.cases if case.model))
+    of = (
+        f" ({others})"
+        if all(case.model for case in options.cases)
+        else ": EARL, plain torch and TRL"
+    )
+    report = Report("update", f"The update{of}")
     with tempfile.TemporaryDirectory(prefix="earl-update-") as scratch:
         runner = Runner(config, options, Path(scratch))
         found = [measure(case, runner, report) for case in options.cases]
     fill(report, found)
     report.notes.insert(
         0,
-        f"{options.config}, model {config.model.path}, {options.threads} threads, "
+        f"{options.config}, {options.threads} threads, "
         f"{config.update.max_tokens_per_microbatch} tokens in a microbatch. Measured "
         "seconds are medians, ratios are medians over rounds.",
     )

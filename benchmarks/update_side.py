@@ -9,8 +9,9 @@ Plain torch loops are what an engineer would write by hand for one update, and n
 `SamePacking` trains on the packs that EARL makes, shared beginnings computed once, with EARL's
 attention function; the packs are made before the clock starts. `PositionIds` packs whole samples
 and lets transformers keep them apart by their `position_ids`, as the common recipe does; nothing
-is shared. Both take logits at trained positions only, and the same clipped loss, clipping of the
-gradient norm and fused AdamW as EARL. No metrics, no checks, no progress.
+is shared. `Single` gives transformers one sample at a time. All take logits at trained positions
+only, and the same clipped loss, clipping of the gradient norm and fused AdamW as EARL. No metrics,
+no checks, no progress.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM
 
 from benchmarks.update_episodes import RecordedEpisode, kept_episodes, workload
+from benchmarks.update_models import routed
 from earl_core.config import load_config
 from earl_core.learner import memory
 from earl_core.learner.attention.varlen import register_attention
+from earl_core.learner.data import packing
 from earl_core.learner.data.packing import TrainingSample, pack, plan_microbatches, plan_shared
+from earl_core.learner.data.prefix_tree import separate
 from earl_core.learner.data.zero_advantage import Skipped, leave_out
 from earl_core.learner.model import PackedTensors
+from earl_core.pretrained.routers import routers_of
 
 _CLIP = 0.2
 
@@ -172,7 +177,17 @@ class PositionIds(PlainLoop):
         return Pack(inputs, predictors, targets, weights, len(tokens))
 
 
-LOOPS: dict[str, type[PlainLoop]] = {"SamePacking": SamePacking, "PositionIds": PositionIds}
+class Single(PositionIds):
+    """Each sample by itself, which keeps samples apart in every model."""
+
+    def packs(self, episodes: Sequence[RecordedEpisode]) -> list[Pack]:
+        """Make a microbatch of each episode."""
+        return [self._pack([episode]) for episode in episodes]
+
+
+LOOPS: dict[str, type[PlainLoop]] = {
+    each.__name__: each for each in (SamePacking, PositionIds, Single)
+}
 
 
 class Side(Protocol):
@@ -202,11 +217,18 @@ class Earl:
         )
         self._samples = training_samples([])
         self._skips, self._seed = settings.get("skips", False), config.seed
+        self._is_mixture = routers_of(self._learner.model) is not None
+        if settings.get("apart"):
+            # Nothing in a configuration says so: it would only be slower.
+            packing.LEAST_SHARED = sys.maxsize
+            packing.build_tree = lambda samples: separate([len(each) for each in samples])
         self._iteration = 0
 
     def prepare(self, episodes: list[RecordedEpisode]) -> None:
         """Make the training samples of the episodes."""
         self._samples = training_samples(episodes)
+        if self._is_mixture:
+            self._samples = routed(self._samples, self._learner)
 
     def update(self) -> dict[str, float]:
         """Update the learner, and measure as `Side` wants."""

@@ -141,11 +141,16 @@ def save_random_model(
                 if parameter.ndim >= 2:
                     parameter.mul_(scale)
     model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of 16 words, for models that are given tokens."""
     words = {f"w{index}": index for index in range(16)}
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), chat_template="{{ messages }}"
     ).save_pretrained(directory)
-    return directory
 
 
 def random_sample(

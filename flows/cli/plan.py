@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -268,8 +269,13 @@ def _state(shape: ModelShape, hardware: Hardware) -> str:
         text += (
             f" For a token {shape.active_parameters / 1e9:.3g} B of them work: "
             f"{shape.experts_per_token} of a layer's {shape.experts} experts. A rank that computes "
-            f"a layer gathers all of them, {2 * shape.largest_layer() / 1e9:.2f} GB in bf16."
+            f"a layer gathers all of them, {2 * shape.largest_layer() / 1e9:.2f} GB in bf16"
         )
+        degree = math.gcd(shape.experts, hardware.devices_per_host)
+        if degree > 1:
+            share = 2 * shape.largest_layer(degree) / 1e9
+            text += f", or with expert_parallel {degree} its share, {share:.2f} GB"
+        text += "."
     if shape.states is not None:
         text += (
             f" {shape.states.layers} of {shape.layers} layers have a state in place of a cache: "

@@ -203,12 +203,9 @@ MIXED = [
 
 DIVIDED = [
     _case("qwen3-30b-a3b", 8192, replicas=2, shard=4, expert_parallel=8),
-    _case("qwen3-30b-a3b", 8192, "none", shard=8, expert_parallel=2),
-    _case("glm-4.5-air", 8192, "selective", shard=16, expert_parallel=4),
     _case("glm-4.5-air", 8192, replicas=8, expert_parallel=8),
     _case("mixtral-8x7b", 16384, context_parallel=2, shard=4, expert_parallel=2),
     _case("mixtral-8x7b", 4096, "none", shard=8, expert_parallel=8),
-    _case("mixtral-8x7b", 4096, shard=2, expert_parallel=2),
 ]
 """Mixtures whose experts are divided over ranks."""
 

@@ -10,7 +10,7 @@ import pytest
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.devices import cluster
 from earl_core.selector.model.memory import TrainingNeeds
-from tests.learner.fake_peaks import CASES, FEW, MIXED, MORE, SEVEN_BILLION, Case
+from tests.learner.fake_peaks import CASES, DIVIDED, FEW, MIXED, MORE, SEVEN_BILLION, Case
 from tests.learner.launched import launch
 
 AUTOCAST_PEAK = 40.32 * 2**30
@@ -41,6 +41,11 @@ def test_the_formula_is_within_a_tenth_of_an_updates_peak(peaks: dict[str, int])
 @pytest.mark.slow
 def test_the_formula_is_within_a_tenth_of_the_peaks_of_mixtures_and_states(tmp_path: Path) -> None:
     check(MIXED, found("mixed_peaks", tmp_path))
+
+
+@pytest.mark.slow
+def test_the_formula_is_within_a_tenth_of_the_peaks_of_divided_experts(tmp_path: Path) -> None:
+    check(DIVIDED, found("divided_peaks", tmp_path))
 
 
 @pytest.mark.campaign

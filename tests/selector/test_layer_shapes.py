@@ -103,7 +103,7 @@ def check(model: nn.Module, shape: ModelShape) -> None:
         if name.startswith("model.layers."):
             layers[name.split(".")[2]] = layers.get(name.split(".")[2], 0) + each.numel()
     assert len(layers) == shape.layers
-    assert shape.largest_layer == max(layers.values())
+    assert shape.largest_layer() == max(layers.values())
 
 
 @pytest.mark.parametrize("case", CASES)

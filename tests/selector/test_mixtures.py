@@ -49,13 +49,34 @@ def test_all_experts_are_held_and_those_of_a_layer_gathered() -> None:
     assert state.total == 16 * QWEN.parameters / 8
     # This layer's copy, the next one in its buffer; gradients of all experts in bf16 beside the
     # float32 sum of the layer before.
-    assert memory.weights - state.weights == 2 * 2 * QWEN.largest_layer
+    assert memory.weights - state.weights == 2 * 2 * QWEN.largest_layer()
     experts = 128 * 3 * 2048 * 768
     held = memory.gradients - state.gradients
-    assert 4 * QWEN.largest_layer <= held <= 4 * QWEN.largest_layer + 2 * experts
+    assert 4 * QWEN.largest_layer() <= held <= 4 * QWEN.largest_layer() + 2 * experts
     # The routing of 48 layers x 8 experts is a byte each.
     assert QWEN.routing is not None
     assert QWEN.routing.token_bytes == 384
+
+
+def test_divided_experts_lie_once_on_all_their_ranks() -> None:
+    memory = memory_model(QWEN, GPUS)
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = QWEN.parameters - experts
+    copies = StageDeployment("update", 8, expert_parallel=8, max_tokens_per_microbatch=16384)
+    # Eight whole copies of all but the experts, of which there is one.
+    assert memory.state(copies, mixed=True).total == 16 * (others + experts / 8)
+    assert memory.state(copies._replace(replicas=16), mixed=True) == memory.state(copies, True)
+    mesh = copies._replace(replicas=2, shard=4)
+    assert memory.state(mesh, mixed=True).total == 16 * (others / 4 + experts / 8)
+    # A rank that computes a layer gathers its sixteen experts of it.
+    wide = mesh._replace(activation_checkpointing="full")
+    whole = wide._replace(expert_parallel=1)
+    gathered, needs = [], TrainingNeeds()
+    for each in (wide, whole):
+        found = memory.training(each, 0, needs)._replace(logits=0.0)
+        gathered.append(found.weights - memory.state(each, mixed=True).weights)
+    assert gathered[1] - gathered[0] == 2 * 2 * 112 * 3 * 2048 * 768
+    assert QWEN.largest_layer() - QWEN.largest_layer(8) == 112 * 3 * 2048 * 768
 
 
 def test_a_state_does_not_grow_with_the_context() -> None:
@@ -125,6 +146,34 @@ def test_training_computes_with_what_works_and_moves_all() -> None:
     assert long - short == pytest.approx(added, rel=1e-5)
 
 
+def test_tokens_travel_to_divided_experts_and_fewer_experts_to_tokens() -> None:
+    load, device = Load(64, 4096.0, 4096.0, 2048.0), DEVICES["h100-80gb"]
+    slow = device.model_copy(update={"flops": 1e30, "layer_seconds": 0.0, "nccl": False})
+    slow = slow.model_copy(update={"memory_bandwidth": 1e30, "link_bandwidth": 1e9})
+    roofline = Roofline(QWEN, slow, GPUS)
+    whole = StageDeployment("update", 2, shard=4, max_tokens_per_microbatch=8 * 4096)
+    divided = whole._replace(expert_parallel=8)
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = QWEN.parameters - experts
+    # Each rank has 8 samples, a microbatch: weights come twice in 2 bytes, gradients once in 4;
+    # between replicas gradients go there and back. No two ranks share parts of an expert.
+    moved = 8 * others * 3 / 4 + 8 * others / 4 / 2
+    # Rows for eight experts, forth and back, forward and backward, in 48 layers.
+    rows = 48 * 4 * 2 * 8 * 4096 * 8 * 2048 * 7 / 8
+    seconds = roofline.training_seconds(divided, load, 1, 1)
+    assert seconds == pytest.approx((moved + rows) / 1e9, rel=1e-6)
+    more = 8 * experts * 3 / 4 + 8 * experts / 4 / 2
+    alike = roofline.training_seconds(whole, load, 1, 1)
+    assert alike == pytest.approx((moved + more) / 1e9, rel=1e-6)
+    again = divided._replace(activation_checkpointing="full")
+    longer = roofline.training_seconds(again, load, 1, 1)
+    assert longer - seconds == pytest.approx(rows / 2 / 1e9, rel=1e-6)
+    # An engine has to gather experts even from ranks that share nothing else.
+    engine, copies = StageDeployment("rollout", 8), StageDeployment("update", 8)
+    assert roofline.republish_seconds(copies, engine) == 0
+    assert roofline.republish_seconds(copies._replace(expert_parallel=8), engine) > 0
+
+
 def test_ranks_that_would_cut_experts_or_states_are_not_offered() -> None:
     assert "experts are not split" in tensor_problem(QWEN, 2, engine=False)
     assert "state are not split" in tensor_problem(HYBRID, 2, engine=False)
@@ -171,6 +220,7 @@ def test_earl_plan_says_what_fits_and_why() -> None:
         assert each in text
         assert "3.35 B of them work: 8 of a layer's 128 experts" in text
         assert "experts are not split over tensor-parallel ranks in training" in text
+        assert "1.25 GB in bf16, or with expert_parallel 8 its share, 0.19 GB" in text
     line[line.index("qwen3-30b-a3b")] = "glm-4.5-air"
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 2
