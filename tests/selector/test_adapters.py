@@ -85,6 +85,7 @@ deployments = st.builds(
     activation_checkpointing=st.sampled_from(CHECKPOINTING),
     logits_chunk_tokens=st.sampled_from((0, 512)),
     offload_optimizer=st.booleans(),
+    expert_parallel=st.just(1),
 )
 
 
