@@ -42,7 +42,8 @@ from benchmarks.update_cases import (
     Case,
 )
 from benchmarks.update_episodes import workload
-from benchmarks.update_models import save_model
+from benchmarks.update_models import MOE, save_model
+from benchmarks.update_routing import add_routing
 from earl_core.cluster.host import local_hosts
 from earl_core.config import RunConfig, load_config
 from earl_core.control.hardware import read_hardware
@@ -277,6 +278,8 @@ def fill(report: Report, found: Sequence[Measured]) -> None:
         memory = [_peak(each, TRL) / _peak(each, EARL) for each in cases if TRL in each.rounds]
         if memory:
             report.headline[f"update_peak_memory_of_trl_over_earl{suffix}"] = min(memory)
+    if any(each.case.model == MOE for each in found):
+        add_routing(report)
     _explain(report, found)
 
 

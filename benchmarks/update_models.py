@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors
 from earl_core.pretrained.routers import routers_of
+from earl_core.trajectory.routing import RecordedRouting, RoutingShape
 from tools.shapes import save_tokenizer
 
 if TYPE_CHECKING:
@@ -63,17 +64,23 @@ def routed(samples: Sequence[TrainingSample], learner: PolicyLearner) -> list[Tr
     one beginning the same."""
     routers = routers_of(learner.model)
     assert routers is not None
-    shape, done = routers.shape, list[TrainingSample]()
+    shape, made = routers.shape, list[np.ndarray]()
     for sample in samples:
         packed = PackedTensors.from_microbatch(pack([sample], [0]), learner.device)
         with learner.parallel.passes():
             learner.parallel.module(packed, 1.0, "none")
-        live = routers.live().view(-1, shape.width).cpu().numpy().astype(shape.dtype)
+        rows = routers.live().view(-1, shape.width).cpu().numpy().astype(shape.dtype)
         routers.forget()
-        for other in done:
-            least = min(len(sample.tokens), len(other.tokens))
+        for other, earlier in zip(samples, made, strict=False):
+            least = min(len(rows), len(earlier))
             same = np.cumprod(sample.tokens[:least] == other.tokens[:least]).sum()
-            assert other.routing is not None
-            live[:same] = other.routing[:same]
-        done.append(replace(sample, routing=live))
-    return done
+            rows[:same] = earlier[:same]
+        made.append(rows)
+    return [recorded(*pair, shape) for pair in zip(samples, made, strict=True)]
+
+
+def recorded(sample: TrainingSample, rows: np.ndarray, shape: RoutingShape) -> TrainingSample:
+    """The sample with these experts of its tokens, [tokens, width]."""
+    whose = f"sample {sample.sample_id}"
+    routing = RecordedRouting(shape, rows, len(rows), whose, shape.hashes(rows))
+    return replace(sample, routing=routing)
