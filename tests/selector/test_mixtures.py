@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from earl_core.config.feasibility import tensor_problem
 from earl_core.config.rollout import VllmConfig
+from earl_core.config.stages import StagesConfig, UpdateStage
 from earl_core.deployment.layer_shapes import LatentShape
 from earl_core.deployment.shapes import ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.selector.choice.explain import PlannedLoad, ask
+from earl_core.selector.choice.explain import PlannedLoad, ask, plan_rows
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput
@@ -208,6 +209,18 @@ def test_fixed_does_not_run_a_mixture_blind() -> None:
     # 16 bytes x 106.9 B over eight devices.
     with pytest.raises(NoFeasiblePlan, match=r"alone take 199\.0 GiB of each device"):
         select(asked("glm-4.5-air", policy="fixed"))
+
+
+def test_fixed_predicts_what_a_degree_saves() -> None:
+    given, peaks = asked("qwen3-30b-a3b", policy="fixed"), []
+    for degree in (1, 8):
+        stages = StagesConfig(update=UpdateStage(shard=8, expert_parallel=degree))
+        plan = select(given.model_copy(update={"stages": stages}))
+        (text,) = (row for row in plan_rows(plan) if row["stage"] == "update")
+        assert ("EP 8" in text["stage deployment"]) == (degree == 8)
+        assert text["seconds"]
+        peaks.append(plan.predictions["update"].peak_bytes)
+    assert peaks[1] < peaks[0]
 
 
 def test_earl_plan_says_what_fits_and_why() -> None:
