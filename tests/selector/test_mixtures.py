@@ -211,16 +211,25 @@ def test_fixed_does_not_run_a_mixture_blind() -> None:
         select(asked("glm-4.5-air", policy="fixed"))
 
 
-def test_fixed_predicts_what_a_degree_saves() -> None:
-    given, peaks = asked("qwen3-30b-a3b", policy="fixed"), []
-    for degree in (1, 8):
-        stages = StagesConfig(update=UpdateStage(shard=8, expert_parallel=degree))
-        plan = select(given.model_copy(update={"stages": stages}))
-        (text,) = (row for row in plan_rows(plan) if row["stage"] == "update")
-        assert ("EP 8" in text["stage deployment"]) == (degree == 8)
-        assert text["seconds"]
-        peaks.append(plan.predictions["update"].peak_bytes)
-    assert peaks[1] < peaks[0]
+def test_fixed_takes_a_degree_that_makes_room_and_predicts_it() -> None:
+    given = asked("qwen3-30b-a3b", policy="fixed")
+    whole, divided = (
+        given.model_copy(
+            update={
+                "stages": StagesConfig(
+                    update=UpdateStage(replicas=2, shard=4, expert_parallel=degree)
+                )
+            }
+        )
+        for degree in (1, 8)
+    )
+    with pytest.raises(NoFeasiblePlan, match=r"alone take 113\.\d GiB of each device"):
+        select(whole)
+    plan = select(divided)
+    (row,) = (row for row in plan_rows(plan) if row["stage"] == "update")
+    assert "shard 4, EP 8 x 2" in row["stage deployment"]
+    assert row["seconds"]
+    assert plan.predictions["update"].peak_bytes > 16 * QWEN.parameters / 8
 
 
 def test_earl_plan_says_what_fits_and_why() -> None:
