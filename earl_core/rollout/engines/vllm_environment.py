@@ -129,6 +129,9 @@ def load() -> None:
 def overrides(config: PretrainedConfig, float32_head: bool) -> PretrainedConfig:
     """The model's configuration as vLLM's processes are to take it."""
     config = pin_positions(config)
+    if config.model_type == "cohere2":
+        # vLLM's layers of this family see one token more than transformers' and the trainer's.
+        config.sliding_window -= 1
     if float32_head:
         config.head_dtype = "float32"
     return config
