@@ -19,7 +19,9 @@ _ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
 _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 """Shorter than a prompt."""
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 32}
-_CAPPED = {"query_pre_attn_scalar": 32, **_HEADS, **_WINDOWS}
+_TIED = {"tie_word_embeddings": True}
+"""As vLLM has it, whatever the files say."""
+_CAPPED = {"query_pre_attn_scalar": 32, **_HEADS, **_WINDOWS, **_TIED}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": _HEADS,
@@ -29,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Ministral3": _HEADS,
     "Granite": {**_ONE_HEAD, "logits_scaling": 0.4, "embedding_multiplier": 2.0,
                 "residual_multiplier": 0.5, "attention_multiplier": 0.2},
-    "Cohere2": {**_HEADS, **_WINDOWS, "logit_scale": 1.5},
+    "Cohere2": {**_HEADS, **_WINDOWS, **_TIED, "logit_scale": 1.5},
     "Gemma2": {**_CAPPED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
     "Gemma3Text": _CAPPED,
     "Phi3": {**_ONE_HEAD, "sliding_window": None},
