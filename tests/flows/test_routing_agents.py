@@ -22,14 +22,14 @@ from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Batch, Manifest
 from earl_core.learner.data.masks import masks_of
 from earl_core.learner.data.packing import TrainingSample
-from earl_core.learner.data.samples import training_samples
+from earl_core.learner.data.samples import recorded_routing, training_samples
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.grammars import grammars_of
 from earl_core.trajectory.schema import SAMPLE_BITS
 from flows.debug import Debugged, opened_here
 from tests.conformance.test_whole_iterations import TEMPERATURE, configured
 from tests.engines.forked import forked_engines
-from tests.learner.test_routing import SHAPE, mixture
+from tests.learner.test_routing import SHAPE, mixture, routed, rows_of
 from tests.rollout.tool_templates import QWEN
 
 pytest.importorskip("vllm")
@@ -74,7 +74,9 @@ def played(controller: RunController, rollout: Manifest) -> list[Played]:
     """What the trainer reads of a rollout, copied."""
     make = partial(grammars_of, Path(controller.config.initial_model.path), False)
     with Batch(controller.run.store, [rollout]) as batch:
-        samples = copy.deepcopy(training_samples(batch, masks_of(batch, make), experts=SHAPE))
+        routing = recorded_routing(batch, SHAPE)
+        samples = training_samples(batch, masks_of(batch, make), routing=routing)
+        samples, routing = copy.deepcopy(samples), []
         about = (batch.strings(name) for name in ("environment", "role"))
         return [Played(*each) for each in zip(samples, *about, strict=True)]
 
@@ -102,7 +104,7 @@ def freely_sampled(sample: TrainingSample) -> np.ndarray:
 
 def one_off(sample: TrainingSample) -> TrainingSample:
     """With each token's experts given to the next one."""
-    return dataclasses.replace(sample, routing=np.roll(sample.routing, 1, axis=0))
+    return routed(sample, np.roll(rows_of(sample), 1, axis=0))
 
 
 def check_experts(model: Path, samples: Sequence[TrainingSample]) -> None:
@@ -114,7 +116,7 @@ def check_experts(model: Path, samples: Sequence[TrainingSample]) -> None:
             given = torch.tensor(sample.tokens[None].astype(np.int64))
             logits = policy(given, output_router_logits=True).router_logits
         chosen = torch.stack([each.topk(SHAPE.chosen).indices for each in logits], dim=1)
-        recorded = sample.routing.reshape(len(sample.tokens), SHAPE.layers, SHAPE.chosen)
+        recorded = rows_of(sample).reshape(len(sample.tokens), SHAPE.layers, SHAPE.chosen)
         expected = np.sort(chosen.numpy())[:-1]
         np.testing.assert_array_equal(np.sort(recorded)[:-1], expected)
 
