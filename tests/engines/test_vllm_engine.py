@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import transformers
 
 from earl_core.pretrained.architecture import model_config
 from earl_core.rollout.engines import vllm_environment
@@ -199,3 +200,12 @@ def test_heads_that_vllm_would_die_of_are_refused_before_it_starts(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"heads of 32, 64.*has heads of 16: use rollout\.engine"):
         vllm_environment.check_heads(model_config(directory))
     vllm_environment.check_heads(model_config(save_model(build("Qwen3", head_dim=32), tmp_path)))
+
+
+def test_an_output_layer_that_vllm_leaves_out_is_refused_before_it_starts() -> None:
+    """It answered by the embeddings, a nat from the trainer."""
+    for kind in (transformers.Cohere2Config, transformers.Gemma2Config):
+        with pytest.raises(ConfigError, match=r"logits of .*with their embeddings.*engine=torch"):
+            vllm_environment.check_output_layer(kind(tie_word_embeddings=False))
+        vllm_environment.check_output_layer(kind(tie_word_embeddings=True))
+    vllm_environment.check_output_layer(transformers.LlamaConfig(tie_word_embeddings=False))

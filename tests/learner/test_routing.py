@@ -28,17 +28,19 @@ from tests.rollout.test_worker import Setting
 SHAPE = RoutingShape(layers=2, chosen=2, experts=8)
 
 
-def mixture(directory: Path) -> Path:
+def mixture(directory: Path, template: str = CHATML, **shape: int) -> Path:
     """A random Qwen3-MoE that writes characters, with a tokenizer."""
     torch.manual_seed(3)
-    tokenizer = char_tokenizer(CHATML)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, moe_intermediate_size=32,
-        num_experts=SHAPE.experts, num_experts_per_tok=SHAPE.chosen, norm_topk_prob=True,
-        max_position_embeddings=512, tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-    )  # fmt: skip
+    tokenizer = char_tokenizer(template)
+    settings = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "moe_intermediate_size": 32, "num_experts": SHAPE.experts,
+        "num_experts_per_tok": SHAPE.chosen, "norm_topk_prob": True,
+        "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id,
+    }  # fmt: skip
+    config = transformers.Qwen3MoeConfig(**{**settings, **shape})
     model = transformers.Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():

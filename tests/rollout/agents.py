@@ -218,3 +218,47 @@ async def painter(task: dict[str, Any], base_url: str, api_key: str) -> dict[str
     found = [json.loads(said), *(json.loads(call.function.arguments) for call in calls)]
     red = [each["colour"] == "red" for each in found]
     return {"reward": sum(red) / len(red), "outcome": calls[0].function.name}
+
+
+async def crew(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """A planner and a solver at once, who call tools. The planner then leaves the call out of what
+    was said; the solver goes away amid an answer and asks for it again, and asks a second time for
+    one that it has."""
+
+    def opened(role: str) -> AsyncOpenAI:
+        return client(base_url, api_key).with_options(default_headers={"X-EARL-Role": role})
+
+    async def called(api: AsyncOpenAI, role: str) -> list[Any]:
+        tools: Any = PAINT
+        messages: list[Any] = [{"role": "user", "content": f"{role}: colour {task['index']}"}]
+        reply = await api.chat.completions.create(
+            model="policy", messages=messages, tools=tools, tool_choice="required",
+            parallel_tool_calls=False,
+        )  # fmt: skip
+        said = reply.choices[0].message.model_dump(exclude_none=True)
+        done = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "done"}
+        return [*messages, said, done]
+
+    async def plan() -> str:
+        api = opened("planner")
+        messages = await called(api, "planner")
+        text = await ask(api, messages, tools=PAINT, max_tokens=60)
+        said = [{"role": "assistant", "content": text}, {"role": "user", "content": "and now?"}]
+        return text + await ask(api, [messages[0], *said], tools=PAINT, max_tokens=60)
+
+    async def solve() -> str:
+        api = opened("solver")
+        messages = await called(api, "solver")
+        # Without tools answers are streamed as they grow, so that it leaves amid one.
+        begun: Any = await api.chat.completions.create(
+            model="policy", messages=messages, max_tokens=120, stream=True
+        )
+        async for _ in begun:
+            break
+        await begun.close()
+        text = await ask(api, messages, max_tokens=120)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "again"}]
+        return text + "".join([await ask(api, messages, max_tokens=60) for _ in range(2)])
+
+    planned, solution = await asyncio.gather(plan(), solve())
+    return {"reward": sum(map(ord, planned + solution)) % 5 / 4}

@@ -97,6 +97,7 @@ class VllmEngine(BaseEngine[Any]):
             vllm_environment.preload_plainly(self._sockets)
         config = model_config(self._directory, trusted)
         vllm_environment.check_heads(config)
+        vllm_environment.check_output_layer(config)
         check_experts(config, self._ranks)
         self.max_model_len = context_length(config, self.max_model_len)
         arguments = vllm_environment.engine_arguments(

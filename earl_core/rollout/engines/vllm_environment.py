@@ -34,6 +34,8 @@ _PRELOADED = {
     "libtcmalloc": ("vllm/libs/libtcmalloc_minimal*.so*", "vllm/libs/libtcmalloc.so*"),
     "libgomp": ("torch.libs/libgomp*.so*", "torch/lib/libgomp*.so*"),
 }
+# Families whose output layer is the embeddings in vLLM, whatever config.json says.
+_TIED = ("cohere", "cohere2", "gemma2", "gemma3n_text")
 # vLLM captures CUDA graphs for twice as many sequences as may run, but by itself for no more than
 # this; from 256 on every 16th size.
 _CAPTURED_BY_ITSELF, _CAPTURE_STEP = 512, 16
@@ -129,6 +131,9 @@ def load() -> None:
 def overrides(config: PretrainedConfig, float32_head: bool) -> PretrainedConfig:
     """The model's configuration as vLLM's processes are to take it."""
     config = pin_positions(config)
+    if config.model_type == "cohere2":
+        # vLLM's layers of this family see one token more than transformers' and the trainer's.
+        config.sliding_window -= 1
     if float32_head:
         config.head_dtype = "float32"
     return config
@@ -179,6 +184,16 @@ def check_heads(config: PretrainedConfig) -> None:
         raise ConfigError(
             f"vLLM on a CPU takes {kind} heads of {', '.join(map(str, sizes))} numbers, this "
             f"{text.model_type} model has heads of {size}: use rollout.engine=torch"
+        )
+
+
+def check_output_layer(config: PretrainedConfig) -> None:
+    """Raise `ConfigError` for an output layer that vLLM would not compute with."""
+    text: Any = config.get_text_config()
+    if text.model_type in _TIED and not text.tie_word_embeddings:
+        raise ConfigError(
+            f"vLLM computes the logits of {text.model_type} models with their embeddings, and this "
+            "one has an output layer of its own: use rollout.engine=torch"
         )
 
 
