@@ -1,0 +1,64 @@
+"""Two ranks that compare the training of a family with one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed import fsdp  # noqa: F401  (imported before the ranks part)
+
+from earl_core.learner.parallel.mesh import create_mesh
+from earl_core.system.errors import ConfigError
+from tests.learner.cuts import mesh_of
+from tests.learner.mesh_cases import Case
+from tests.learner.mesh_ranks import compute_alone, differences
+
+MESHES = {
+    "replicas": mesh_of(2, 1, 1, 1),
+    "shards": mesh_of(1, 2, 1, 1),
+    "context parallel": mesh_of(1, 1, 2, 1),
+    "tensor parallel": mesh_of(1, 1, 1, 2),
+    "expert parallel": mesh_of(2, 1, 1, 1)._replace(expert_parallel=2),
+}
+"""By column of the table."""
+
+LARGEST = 3e-6
+METRICS = 1e-5
+"""Some are means of exponentials."""
+
+CASE = Case(
+    kind="model",
+    samples=12,
+    dealt=(0, 0, 1, 0),
+    update={"activation_checkpointing": "selective"},
+)
+
+
+def prepare(directory: Path) -> None:
+    """Write beside a model's directory, named as the case has it, what one process computes."""
+    torch.set_num_threads(1)
+    compute_alone(directory.parent, {"alone": CASE})
+
+
+def compare(scratch: Path) -> dict[str, str]:
+    """For each mesh why it was refused, or an empty text. Raises AssertionError where a mesh
+    computes anything else than one process."""
+    torch.set_num_threads(1)
+    found = {}
+    for column, shape in MESHES.items():
+        mesh = create_mesh(shape)
+        try:
+            learner = CASE.learner(scratch.parent, mesh)
+            apart = differences(CASE, learner, scratch.parent / "alone.safetensors")
+        except ConfigError as error:
+            found[column] = str(error)
+        else:
+            worst = {kind: each for kind, each in apart.items() if not each <= _largest(kind)}
+            assert not worst, f"{column}: {worst}"
+            found[column] = ""
+        mesh.close()
+    return found
+
+
+def _largest(kind: str) -> float:
+    return METRICS if kind == "metric" else LARGEST
