@@ -68,7 +68,13 @@ def _play(driver: Driver, turns: int = 3) -> list[tuple[list[int], Completion]]:
 
 @pytest.mark.parametrize(
     ("kind", "prefill_tokens"),
-    [("Qwen3Next", 8192), ("Qwen3_5", 8192), ("Qwen3_5", 16), ("Qwen3_5Moe", 16)],
+    [
+        ("Qwen3Next", 8192),
+        ("Qwen3_5", 8192),
+        ("Qwen3_5", 16),
+        ("Qwen3_5Moe", 16),
+        ("OlmoHybrid", 16),
+    ],
 )
 def test_uneven_games_answer_as_without_a_cache(
     kind: str, prefill_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,7 +87,7 @@ def test_uneven_games_answer_as_without_a_cache(
     try:
         for prompt, answer in _play(driver):
             _assert_plain(tmp_path, prompt, answer)
-            assert (answer.routing is None) == (kind == "Qwen3_5")
+            assert (answer.routing is None) == (kind in ("Qwen3_5", "OlmoHybrid"))
         statistics = driver.engine.statistics()
         assert statistics["prefix_hit_tokens"] > 0.4 * statistics["prompt_tokens"]
     finally:
@@ -176,11 +182,11 @@ def test_a_released_directory_plays_its_text_alone(tmp_path: Path) -> None:
 
 def test_states_of_another_rule_are_refused(tmp_path: Path) -> None:
     build("MiniMax").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="another state than those of Qwen3"):
+    with pytest.raises(ConfigError, match="another state than that of a gated"):
         _start(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5", "Qwen3_5Moe"])
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "OlmoHybrid"])
 def test_padding_that_leaves_a_trace_is_found(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

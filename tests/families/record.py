@@ -8,7 +8,7 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-from docs.site.families import NOT_RUN, RECORD, record
+from docs.site.families import NOT_RUN, RECORD
 from tests.families.registry import FAMILIES
 
 _PACKAGES = {"vLLM": "vllm"}
@@ -18,9 +18,9 @@ _PACKAGES = {"vLLM": "vllm"}
 def note(name: str, column: str, outcome: str) -> str:
     """Write a cell's outcome; returns the one that stood there. Outcomes of other versions of
     transformers, or of vLLM, are dropped: nobody knows them for this one."""
-    with RECORD.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        found = record() if RECORD.exists() else {"versions": {}, "families": {}}
+    with RECORD.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        found = json.load(file)
         _renew(found, "transformers", None)
         if column in _PACKAGES:
             _renew(found, _PACKAGES[column], column)
@@ -30,7 +30,9 @@ def note(name: str, column: str, outcome: str) -> str:
         cells[column] = outcome
         titles = [family.title for family in FAMILIES.values()]
         found["families"] = {title: known[title] for title in titles if title in known}
-        RECORD.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return before
 
 
@@ -43,8 +45,13 @@ def _renew(found: dict[str, Any], package: str, column: str | None) -> None:
             cells.pop(each, None)
 
 
+_BEFORE = re.compile(
+    r"^(The model at )?\S+ (cannot be trained on packed samples|lets packed samples see each other"
+    r"|cannot be split over \d ([a-z]+-)?parallel ranks): |\w+Attention was called [^,]*, because ",
+)
+_AFTER = re.compile(r"[:.] (choose|set|use|raise|lower|update) .*", re.IGNORECASE | re.DOTALL)
+
+
 def shortened(sentence: str) -> str:
-    """What the product said, without what to do instead and without this model's path and class."""
-    problem = re.sub(r": (set|use|choose|train|take) .*", "", sentence, flags=re.DOTALL)
-    problem = re.sub(r"\S*/\S+/model\b", "the model", problem)
-    return re.sub(r"\b\w+For(CausalLM|ConditionalGeneration)\b", "it", problem).rstrip(".")
+    """What the product found, without whom it tells and what to do instead."""
+    return _BEFORE.sub("", _AFTER.sub("", sentence)).rstrip(".")

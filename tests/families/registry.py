@@ -132,7 +132,7 @@ _ATTENDING = {
     "OPT": Family("OPT", {"ffn_dim": 128, "word_embed_proj_dim": 128, "layerdrop": 0.5}),
     "Persimmon": Family("Persimmon", {"num_key_value_heads": 4}),
     "Starcoder2": Family("StarCoder2", {"sliding_window": 9}),
-    "SmolLM3": Family("SmolLM3"),
+    "SmolLM3": Family("SmolLM3", spread=3.0),
     "Granite": Family("Granite", _GRANITE),
     "GraniteSWA": Family("Granite with windows", {**_GRANITE, **_WINDOWS}),
     "Cohere": Family("Cohere (Command R)", {"logit_scale": 0.3}),
@@ -143,17 +143,17 @@ _ATTENDING = {
     "Exaone4": Family("EXAONE 4", _WINDOWS),
     "HyperCLOVAX": Family("HyperCLOVA X", {"logits_scaling": 0.3}),
     "NanoChat": Family("nanochat", {"final_logit_softcapping": 5.0}),
-    "MiniCPM3": Family("MiniCPM3", {**_LATENT, "q_lora_rank": 32}),
+    "MiniCPM3": Family("MiniCPM3", {**_LATENT, "q_lora_rank": 32}, spread=3.0),
     "HunYuanDenseV1": Family("HunYuan v1 (dense)", _HEADS),
-    "Youtu": Family("Youtu", {**_LATENT, "q_lora_rank": 32}),
+    "Youtu": Family("Youtu", {**_LATENT, "q_lora_rank": 32}, spread=3.0),
     "Apertus": Family("Apertus"),
     "Arcee": Family("Arcee"),
     "Jais2": Family("Jais 2", _HEADS),
     "Cwm": Family("CWM", {**_HEADS, **_WINDOWS}),
     "SeedOss": Family("Seed-OSS", _HEADS),
-    "DiffLlama": Family("DiffLlama"),
+    "DiffLlama": Family("DiffLlama", spread=3.0),
     "Helium": Family("Helium", _HEADS),
-    "HrmText": Family("HRM-Text"),
+    "HrmText": Family("HRM-Text", spread=3.0),
 }  # fmt: skip
 
 _MIXTURES = {
@@ -200,7 +200,6 @@ _MIXTURES = {
     ),
     "HYV3": Family("HunYuan v3", {**_HEADS, **_EXPERTS, "first_k_dense_replace": 1}),
     "MiniMaxM2": Family("MiniMax-M2", {**_HEADS, **_LOCAL}),
-    "Mistral4": Family("Mistral 4", {**_ROUTED, **_LATENT, "q_lora_rank": 32}),
     "Laguna": Family("Laguna", {**_HEADS, **_EXPERTS, "shared_expert_intermediate_size": 64}),
     "Mellum": Family("Mellum", {**_HEADS, **_EXPERTS}),
     "SolarOpen": Family("Solar Open", {**_HEADS, **_ROUTED}),
@@ -215,13 +214,13 @@ _HYBRIDS = {
         "Qwen3.5 (dense)",
         {**_STATES, "tie_word_embeddings": True, "num_hidden_layers": 3,
          "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-        "Qwen3_5Text", spread=3.0,
+        "Qwen3_5Text", spread=2.0,
     ),
     "Qwen3_5Moe": Family(
-        "Qwen3.5 (mixture)", _STATE_EXPERTS, "Qwen3_5MoeText", spread=3.0
+        "Qwen3.5 (mixture)", _STATE_EXPERTS, "Qwen3_5MoeText", spread=2.0
     ),
-    "Qwen3Next": Family("Qwen3-Next", _STATE_EXPERTS, spread=3.0),
-    "OlmoHybrid": Family("OLMo hybrid", _STATES, spread=3.0),
+    "Qwen3Next": Family("Qwen3-Next", _STATE_EXPERTS, spread=2.0),
+    "OlmoHybrid": Family("OLMo hybrid", _STATES, spread=2.0),
 }  # fmt: skip
 
 UNTRAINED = {
@@ -250,6 +249,7 @@ UNTRAINED = {
         {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
          "mamba_d_state": 8, "mamba_chunk_size": 8, "head_dim": 16},
     ),
+    "Mistral4": Family("Mistral 4", {**_ROUTED, **_LATENT, "q_lora_rank": 32}),
     "StableLm": Family("StableLM"),
     "Nemotron": Family("Nemotron"),
     "Bloom": Family("BLOOM", {"n_layer": 2, "n_head": 4}),

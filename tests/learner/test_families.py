@@ -45,6 +45,7 @@ def test_a_family_equals_plain_transformers(family: str, tmp_path: Path) -> None
         ("KimiLinear", "layers of type linear_attention do more than attend"),
         ("Qwen4Exp", "the 8 tokens that an indexer chooses"),
         ("FalconH1", "do more than attend"),
+        ("Mistral4", "no causal language model of type mistral4"),
         ("StableLm", "do not hand keyword arguments on to their attention"),
         ("Nemotron", "do not hand keyword arguments on to their attention"),
         ("Bloom", "does not call its attention through"),
