@@ -67,14 +67,12 @@ def _is_refused(outcomes: dict[str, str]) -> bool:
 
 
 def _row(outcomes: dict[str, str], notes: dict[str, str]) -> tuple[str, ...]:
-    """The cells; sentences are notes, of which each new one gets the next mark."""
+    """The cells; what follows a colon is a note, of which each new one gets the next mark."""
     cells = []
     for column in COLUMNS:
-        outcome = outcomes.get(column, NOT_RUN)
-        if outcome.startswith(REFUSED):
-            mark = notes.setdefault(outcome.removeprefix(REFUSED), f"({len(notes) + 1})")
-            outcome = f"refused {mark}"
-        cells.append(outcome)
+        word, _, note = outcomes.get(column, NOT_RUN).partition(": ")
+        mark = f" {notes.setdefault(note, f'({len(notes) + 1})')}" if note else ""
+        cells.append(word + mark)
     return tuple(cells)
 
 

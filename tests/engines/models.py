@@ -66,7 +66,10 @@ def make_hybrid(name: str, directory: Path, seed: int = 0) -> PreTrainedModel:
     """Write a float32 model of which most layers have a state; returns it."""
     # With larger weights transformers' own cache is 1e-4 off its forward pass.
     more = {"max_position_embeddings": POSITIONS, "initializer_range": 0.05}
-    model = build(name, seed, vocab_size=VOCABULARY, **more).eval()
+    layers = [*["linear_attention"] * 3, "full_attention"]
+    model = build(
+        name, seed, vocab_size=VOCABULARY, num_hidden_layers=4, layer_types=layers, **more
+    ).eval()
     model.save_pretrained(directory)
     return model
 

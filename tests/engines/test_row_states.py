@@ -146,7 +146,7 @@ def test_a_slots_memory_counts_its_states(dense: Path) -> None:
         window = 3 * (2 * 2 * 16 + 4 * 16)
         # 64 columns and one for padding, of keys and of values.
         attention = 65 * 2 * 2 * 32
-        expected = 4 * 3 * (2 * (states + window) + attention)
+        expected = 4 * 3 * (3 * (states + window) + attention)
         assert driver.engine.statistics()["cache_bytes"] == expected
         driver.engine.finish(range(3))
         assert driver.engine.statistics()["cache_bytes"] == 0

@@ -24,8 +24,9 @@ class Family:
     """A row of the table.
 
     `own` is its configuration beside `SHAPE`; `config` and `model` begin the names of its classes,
-    where these are not its key. `spread` is how many times the usual its weights vary: the usual
-    gives nearly uniform attention, which would hide errors, and states want less.
+    where these are not its key. `spread` is how many times their usual its weights vary: 0.02, the
+    usual of most, gives nearly uniform attention, which would hide errors; where logits or states
+    grow large, float32 rounds by more than is compared.
     """
 
     title: str
@@ -92,7 +93,7 @@ _ATTENDING = {
     "Qwen3": Family("Qwen3", _HEADS),
     "Mistral": Family("Mistral", {"sliding_window": 9}),
     "Ministral": Family("Ministral", {**_HEADS, **_WINDOWS}),
-    "Ministral3": Family("Ministral3", _HEADS),
+    "Ministral3": Family("Ministral3", _HEADS, spread=4.0),
     "Gemma": Family("Gemma", _HEADS),
     "Gemma2": Family("Gemma2", {**_GEMMA, **_CAPS}),
     "Gemma2Logits": Family(
@@ -143,9 +144,9 @@ _ATTENDING = {
     "Exaone4": Family("EXAONE 4", _WINDOWS),
     "HyperCLOVAX": Family("HyperCLOVA X", {"logits_scaling": 0.3}),
     "NanoChat": Family("nanochat", {"final_logit_softcapping": 5.0}),
-    "MiniCPM3": Family("MiniCPM3", {**_LATENT, "q_lora_rank": 32}, spread=3.0),
+    "MiniCPM3": Family("MiniCPM3", {**_LATENT, "q_lora_rank": 32}, spread=1.0),
     "HunYuanDenseV1": Family("HunYuan v1 (dense)", _HEADS),
-    "Youtu": Family("Youtu", {**_LATENT, "q_lora_rank": 32}, spread=3.0),
+    "Youtu": Family("Youtu", {**_LATENT, "q_lora_rank": 32}, spread=1.0),
     "Apertus": Family("Apertus"),
     "Arcee": Family("Arcee"),
     "Jais2": Family("Jais 2", _HEADS),

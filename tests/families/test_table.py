@@ -17,6 +17,7 @@ import pytest
 from docs.site.families import NO_MIXTURE, NOT_RUN, REFUSED
 from earl_core.system.errors import ConfigError
 from tests.families import cells, ranks
+from tests.families.cells import YES
 from tests.families.record import note, shortened
 from tests.families.registry import FAMILIES, UNTRAINED
 from tests.learner.launched import launch
@@ -64,9 +65,10 @@ def test_torch_engine(name: str, scratch: Path) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_two_ranks(name: str, scratch: Path) -> None:
     ranks.prepare(cells.save(name, scratch / "model"))
-    found, other = launch("tests.families.ranks", "compare", 2, scratch / "ranks")
+    compare = "compare_mixture" if FAMILIES[name].experts else "compare"
+    found, other = launch("tests.families.ranks", compare, 2, scratch / "ranks")
     assert found == other
-    outcomes = {column: REFUSED + shortened(why) if why else "yes" for column, why in found.items()}
+    outcomes = {column: REFUSED + shortened(why) if why else YES for column, why in found.items()}
     if not FAMILIES[name].experts:
         outcomes["expert parallel"] = NO_MIXTURE
     check(name, outcomes)
