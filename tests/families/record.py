@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-from importlib.metadata import version
+from importlib.metadata import distributions
 from typing import Any
 
 from docs.site.families import NOT_RUN, RECORD
@@ -13,6 +13,9 @@ from tests.families.registry import FAMILIES
 
 _PACKAGES = {"vLLM": "vllm"}
 """Whose version matters to a column; transformers' does to all."""
+
+_NAMES = {each: (each, f"{each}-cpu") for each in ("transformers", "vllm")}
+"""Of a package in the index: vLLM's build for CPUs has another."""
 
 
 def note(name: str, column: str, outcome: str) -> str:
@@ -37,9 +40,10 @@ def note(name: str, column: str, outcome: str) -> str:
 
 
 def _renew(found: dict[str, Any], package: str, column: str | None) -> None:
-    if found["versions"].get(package) == version(package):
+    installed = next(each.version for name in _NAMES[package] for each in distributions(name=name))
+    if found["versions"].get(package) == installed:
         return
-    found["versions"][package] = version(package)
+    found["versions"][package] = installed
     for cells in found["families"].values():
         for each in [column] if column else list(cells):
             cells.pop(each, None)

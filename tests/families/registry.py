@@ -67,6 +67,7 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16, "v_head_dim": 24,
 }  # fmt: skip
+_SMALL_LATENT = {**_LATENT, "q_lora_rank": 32, "initializer_range": 0.02}
 _GEMMA = {**_HEADS, "sliding_window": 9, "query_pre_attn_scalar": 32}
 _GRANITE = {
     "logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
@@ -126,7 +127,7 @@ _ATTENDING = {
     "Phi3": Family("Phi3 (also Phi-4)", {"sliding_window": 9}),
     "Olmo": Family("OLMo"),
     "Olmo2": Family("OLMo2"),
-    "Olmo3": Family("OLMo3", _WINDOWS),
+    "Olmo3": Family("OLMo3", _WINDOWS, spread=3.0),
     "GPT2": Family("GPT-2"),
     "GPTNeoX": Family("GPT-NeoX"),
     "GPTBigCode": Family("GPT-BigCode", {"activation_function": "gelu"}),
@@ -144,9 +145,9 @@ _ATTENDING = {
     "Exaone4": Family("EXAONE 4", _WINDOWS),
     "HyperCLOVAX": Family("HyperCLOVA X", {"logits_scaling": 0.3}),
     "NanoChat": Family("nanochat", {"final_logit_softcapping": 5.0}),
-    "MiniCPM3": Family("MiniCPM3", {**_LATENT, "q_lora_rank": 32}, spread=1.0),
+    "MiniCPM3": Family("MiniCPM3", _SMALL_LATENT, spread=3.0),
     "HunYuanDenseV1": Family("HunYuan v1 (dense)", _HEADS),
-    "Youtu": Family("Youtu", {**_LATENT, "q_lora_rank": 32}, spread=1.0),
+    "Youtu": Family("Youtu", _SMALL_LATENT, spread=3.0),
     "Apertus": Family("Apertus"),
     "Arcee": Family("Arcee"),
     "Jais2": Family("Jais 2", _HEADS),
