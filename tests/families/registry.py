@@ -147,7 +147,7 @@ _ATTENDING = {
     "NanoChat": Family("nanochat", {"final_logit_softcapping": 5.0}),
     "MiniCPM3": Family("MiniCPM3", _SMALL_LATENT, spread=3.0),
     "HunYuanDenseV1": Family("HunYuan v1 (dense)", _HEADS),
-    "Youtu": Family("Youtu", _SMALL_LATENT, spread=3.0),
+    "Youtu": Family("Youtu", _SMALL_LATENT, spread=2.0),
     "Apertus": Family("Apertus"),
     "Arcee": Family("Arcee"),
     "Jais2": Family("Jais 2", _HEADS),
