@@ -145,7 +145,7 @@ _ATTENDING = {
     "Exaone4": Family("EXAONE 4", _WINDOWS),
     "HyperCLOVAX": Family("HyperCLOVA X", {"logits_scaling": 0.3}),
     "NanoChat": Family("nanochat", {"final_logit_softcapping": 5.0}),
-    "MiniCPM3": Family("MiniCPM3", _SMALL_LATENT, spread=3.0),
+    "MiniCPM3": Family("MiniCPM3", _SMALL_LATENT, spread=1.0),
     "HunYuanDenseV1": Family("HunYuan v1 (dense)", _HEADS),
     "Youtu": Family("Youtu", _SMALL_LATENT, spread=2.0),
     "Apertus": Family("Apertus"),
