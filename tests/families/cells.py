@@ -15,6 +15,7 @@ from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.routers import unread_routers
 from earl_core.rollout.engines.engine import Completion
+from earl_core.trajectory.routing import RecordedRouting
 from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request
 from tests.engines.starting import start
@@ -153,7 +154,8 @@ def _play(driver: Driver, version: int) -> list[TrainingSample]:
         rollout = np.array(played, np.float32)
         routing = None
         if shape is not None:
-            routing = shape.column(answers[index].routing, len(tokens)).reshape(len(tokens), -1)
+            numbers = shape.column(answers[index].routing, len(tokens))
+            routing = RecordedRouting(shape, numbers, len(tokens), f"sample {index}")
         samples.append(
             TrainingSample(
                 tokens=np.array(tokens, np.int32),

@@ -208,7 +208,7 @@ def test_the_vision_tower_of_a_released_checkpoint_is_left_out(
         assert torch.equal(dict(kept.named_parameters())[name], weight), name
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
 def test_sharing_of_prefixes_changes_no_weight(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
