@@ -64,6 +64,7 @@ demo: install
 docs: $(TEST_STAMP)
 	PYTHONPATH=. $(BIN)/python docs/site/configuration.py
 	PYTHONPATH=. $(BIN)/python docs/site/gateway_fields.py
+	PYTHONPATH=. $(BIN)/python docs/site/families.py
 	PYTHONPATH=. $(BIN)/python docs/site/metrics.py
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -f docs/site/mkdocs.yml
 

@@ -13,6 +13,7 @@ from earl_core.dispatch.segments import page_lock
 from earl_core.dispatch.segments.leases import map_shared
 from earl_core.dispatch.segments.pool_directory import is_sealed
 from earl_core.pretrained.architecture import model_config
+from earl_core.system.errors import ConfigError
 from earl_core.tensors.errors import WeightsError
 from earl_core.tensors.hashing import digest_of
 from earl_core.tensors.safetensors_layout import DTYPE_CODES, open_file, tensors_in
@@ -154,12 +155,21 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
 
 def parameters_of(directory: Path, trust_remote_code: bool = False) -> dict[str, torch.Tensor]:
     """The parameters of the model that transformers makes of a directory's configuration, on the
-    meta device: names that are one tensor have one. Nothing of the weights is read."""
+    meta device: names that are one tensor have one. Nothing of the weights is read. Raises
+    ConfigError where transformers makes no causal language model of it."""
     from transformers import AutoModelForCausalLM
 
     config = model_config(directory, trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ConfigError(
+            f"transformers has no causal language model of type {config.model_type} "
+            "(AutoModelForCausalLM): choose another model"
+        ) from error
     model.tie_weights()
     return dict(model.named_parameters(remove_duplicate=False))
 

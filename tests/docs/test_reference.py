@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from docs.site import configuration, gateway_fields, metrics
+from docs.site import configuration, families, gateway_fields, metrics
 from flows import api
 from tests.docs.pages import DOCS
+from tests.families.registry import FAMILIES
 
 
 def test_every_setting_is_explained() -> None:
@@ -41,6 +42,16 @@ def test_the_page_of_requests_is_in_step() -> None:
 
 def test_the_page_of_metrics_is_in_step() -> None:
     assert metrics.PAGE.read_text() == metrics.page(), "run `python docs/site/metrics.py`"
+
+
+def test_the_tables_of_families_are_in_step() -> None:
+    assert families.PAGE.read_text() == families.page(), "run `python docs/site/families.py`"
+
+
+def test_every_family_has_been_run() -> None:
+    """At least packed; a new one is run by `tests/families/test_table.py`."""
+    ran = {title for title, cells in families.record()["families"].items() if "packing" in cells}
+    assert ran == {family.title for family in FAMILIES.values()}
 
 
 def test_the_public_names_are_those_of_the_page() -> None:

@@ -16,13 +16,9 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
 )
+
+from tests.families.registry import build
 
 VOCABULARY = 256
 POSITIONS = 256
@@ -66,44 +62,14 @@ def reference_logprobs(
     return model_logprobs(read(directory), prompt, answer, temperature)
 
 
-HYBRIDS = {
-    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig),
-    "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig),
-    "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig),
-}
-HYBRID = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 16,
-    "max_position_embeddings": POSITIONS,
-    # With larger ones transformers' own cache is 1e-4 off its forward pass.
-    "initializer_range": 0.05,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}
-
-
-def make_hybrid(kind: str, directory: Path, seed: int = 0) -> PreTrainedModel:
-    """Write a float32 model of which three layers in four have a state; returns it."""
-    torch.manual_seed(seed)
-    built, config = HYBRIDS[kind]
-    experts = {} if kind == "qwen3_5" else _EXPERTS
-    model: PreTrainedModel = built(config(**HYBRID, **experts)).eval()
+def make_hybrid(name: str, directory: Path, seed: int = 0) -> PreTrainedModel:
+    """Write a float32 model of which most layers have a state; returns it."""
+    # With larger weights transformers' own cache is 1e-4 off its forward pass.
+    more = {"max_position_embeddings": POSITIONS, "initializer_range": 0.05}
+    layers = [*["linear_attention"] * 3, "full_attention"]
+    model = build(
+        name, seed, vocab_size=VOCABULARY, num_hidden_layers=4, layer_types=layers, **more
+    ).eval()
     model.save_pretrained(directory)
     return model
 

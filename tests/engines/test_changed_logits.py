@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,31 +15,15 @@ from earl_core.weights.publish import publish
 from tests.engines.driver import Driver
 from tests.engines.models import POSITIONS, VOCABULARY, model_logprobs, prompt_of
 from tests.engines.starting import start
+from tests.families.registry import build
 
-_SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": POSITIONS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-_WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Granite": {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
-                "attention_multiplier": 0.2},
-    "Cohere2": {**_WINDOWS, "logit_scale": 0.25},
-    # Small enough to bend what they cap.
-    "Gemma2": {**_WINDOWS, "head_dim": 32, "query_pre_attn_scalar": 32,
-               "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
-    "GptOss": {**_WINDOWS, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
-               "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-}  # fmt: skip
+FAMILIES = ("Granite", "Cohere2", "Gemma2", "GptOss")
 VLLM = [pytest.mark.slow, pytest.mark.campaign]
 
 
 def make(family: str, directory: Path, seed: int) -> transformers.PreTrainedModel:
     """A float32 model whose distributions are far from uniform."""
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **FAMILIES[family]})
-    model: transformers.PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = build(family, seed, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if tensor.ndim > 1 or "sinks" in name:

@@ -18,13 +18,13 @@ from earl_core.system.errors import ConfigError
 from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request
 from tests.engines.models import (
-    HYBRID,
-    HYBRIDS,
+    VOCABULARY,
     make_hybrid,
     model_logprobs,
     prompt_of,
     reference_logprobs,
 )
+from tests.families.registry import build
 
 _LENGTHS = (4, 90, 1, 7, 33)
 
@@ -37,8 +37,8 @@ def _start(directory: Path, **options: Any) -> Driver:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("qwen3_5")
-    make_hybrid("qwen3_5", directory)
+    directory = tmp_path_factory.mktemp("Qwen3_5")
+    make_hybrid("Qwen3_5", directory)
     return directory
 
 
@@ -68,7 +68,13 @@ def _play(driver: Driver, turns: int = 3) -> list[tuple[list[int], Completion]]:
 
 @pytest.mark.parametrize(
     ("kind", "prefill_tokens"),
-    [("qwen3_next", 8192), ("qwen3_5", 8192), ("qwen3_5", 16), ("qwen3_5_moe", 16)],
+    [
+        ("Qwen3Next", 8192),
+        ("Qwen3_5", 8192),
+        ("Qwen3_5", 16),
+        ("Qwen3_5Moe", 16),
+        ("OlmoHybrid", 16),
+    ],
 )
 def test_uneven_games_answer_as_without_a_cache(
     kind: str, prefill_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,7 +87,7 @@ def test_uneven_games_answer_as_without_a_cache(
     try:
         for prompt, answer in _play(driver):
             _assert_plain(tmp_path, prompt, answer)
-            assert (answer.routing is None) == (kind == "qwen3_5")
+            assert (answer.routing is None) == (kind in ("Qwen3_5", "OlmoHybrid"))
         statistics = driver.engine.statistics()
         assert statistics["prefix_hit_tokens"] > 0.4 * statistics["prompt_tokens"]
     finally:
@@ -119,7 +125,7 @@ def test_new_weights_amid_an_answer_have_states_of_their_own(dense: Path, tmp_pa
     try:
         prompt = prompt_of(3, 20)
         begun = driver.generate([request(0, prompt, max_tokens=5)])[0]
-        model = make_hybrid("qwen3_5", tmp_path / "new", seed=1)
+        model = make_hybrid("Qwen3_5", tmp_path / "new", seed=1)
         driver.run(
             driver.engine.play_under(publish(model.state_dict(), tmp_path / "w", 1, torch.float32))
         )
@@ -136,8 +142,8 @@ def test_a_slots_memory_counts_its_states(dense: Path) -> None:
     driver = _start(dense)
     try:
         driver.generate([request(n, prompt_of(n, 20), max_tokens=2) for n in range(3)])
-        states = 4 * 32 * 16
-        window = 3 * (2 * 2 * 32 + 4 * 16)
+        states = 4 * 16 * 16
+        window = 3 * (2 * 2 * 16 + 4 * 16)
         # 64 columns and one for padding, of keys and of values.
         attention = 65 * 2 * 2 * 32
         expected = 4 * 3 * (3 * (states + window) + attention)
@@ -154,14 +160,14 @@ def test_there_are_no_drafts(dense: Path) -> None:
 
 
 def test_a_released_directory_plays_its_text_alone(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+    text = build("Qwen3_5", vocab_size=VOCABULARY).config.to_dict()
     vision = {
         "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
         "out_hidden_size": 128, "num_position_embeddings": 16,
     }  # fmt: skip
     special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tokens = {name: 250 + n for n, name in enumerate(special)}
-    config = transformers.Qwen3_5Config(text_config=HYBRID, vision_config=vision, **tokens)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
     whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
     whole.save_pretrained(tmp_path)
     driver = _start(tmp_path)
@@ -175,14 +181,12 @@ def test_a_released_directory_plays_its_text_alone(tmp_path: Path) -> None:
 
 
 def test_states_of_another_rule_are_refused(tmp_path: Path) -> None:
-    more = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    config = transformers.MiniMaxConfig(**{**HYBRID, **more, "num_local_experts": 2})
-    transformers.MiniMaxForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="another state than those of Qwen3"):
+    build("MiniMax").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="another state than that of a gated"):
         _start(tmp_path)
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "OlmoHybrid"])
 def test_padding_that_leaves_a_trace_is_found(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

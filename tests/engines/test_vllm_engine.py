@@ -30,8 +30,8 @@ from earl_core.weights.publish import publish
 from tests.engines.driver import Driver, request
 from tests.engines.models import make, prompt_of
 from tests.engines.starting import start
+from tests.families.registry import build
 from tests.learner.helpers import save_model
-from tests.learner.test_families import build
 
 pytest.importorskip("vllm")
 
@@ -196,10 +196,10 @@ def _difference(model: torch.nn.Module, prompt: list[int], answer: Completion) -
 def test_heads_that_vllm_would_die_of_are_refused_before_it_starts(tmp_path: Path) -> None:
     """It died at the first prompt, as EngineLost."""
     vllm_environment.load()
-    directory = save_model(build("Llama"), tmp_path)
+    directory = save_model(build("Llama", head_dim=16), tmp_path)
     with pytest.raises(ConfigError, match=r"heads of 32, 64.*has heads of 16: use rollout\.engine"):
         vllm_environment.check_heads(model_config(directory))
-    vllm_environment.check_heads(model_config(save_model(build("Qwen3", head_dim=32), tmp_path)))
+    vllm_environment.check_heads(model_config(save_model(build("Qwen3"), tmp_path)))
 
 
 def test_an_output_layer_that_vllm_leaves_out_is_refused_before_it_starts() -> None:

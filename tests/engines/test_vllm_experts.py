@@ -26,24 +26,9 @@ from tests.engines.driver import Driver
 from tests.engines.models import POSITIONS, VOCABULARY, model_logprobs, prompt_of, read
 from tests.engines.stale_experts import EXPERT, LAYER, STALE_VERSION
 from tests.engines.starting import start
+from tests.families.registry import build
 
 pytest.importorskip("vllm")
-
-_SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": POSITIONS, "bos_token_id": 1, "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8,
-                 "num_experts_per_tok": 2, "norm_topk_prob": True},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "Glm4Moe": {"head_dim": 32, "moe_intermediate_size": 64, "n_routed_experts": 8,
-                "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
-}  # fmt: skip
-
 
 EXACT = 3e-5
 """Nats. Rounding alone: these logits are large."""
@@ -51,9 +36,8 @@ EXACT = 3e-5
 
 def make(family: str, directory: Path, seed: int) -> transformers.PreTrainedModel:
     """A float32 model whose routers choose clearly and whose experts differ."""
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **FAMILIES[family]})
-    model: transformers.PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config)
+    more = {"max_position_embeddings": POSITIONS, "tie_word_embeddings": False}
+    model = build(family, seed, vocab_size=VOCABULARY, **more)
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.ndim > 1:
@@ -155,11 +139,11 @@ def test_mixtures_that_the_cpu_build_could_not_reload_are_refused_before_it_star
     vllm_environment.load()
     from earl_core.rollout.engines.vllm_experts import check_experts
 
-    config = transformers.Qwen3MoeConfig(**{**_SHAPE, **FAMILIES["Qwen3Moe"]})
+    config = build("Qwen3Moe").config
     check_experts(config, 2)
     with pytest.raises(ConfigError, match=r"multiple of 32.*has 64 over 4 ranks.*engine=torch"):
         check_experts(config, 4)
-    check_experts(transformers.Qwen3Config(**_SHAPE), 3)
+    check_experts(build("Qwen3").config, 3)
 
 
 def test_an_expert_as_it_was_before_an_update_is_named() -> None:

@@ -11,7 +11,7 @@ from tests.learner.state_models import build_hybrid, forked_samples, losses
 
 def learnt(device: torch.device, dtype: torch.dtype, *, shared: bool) -> dict[str, torch.Tensor]:
     """Log-probs of all tokens under "", and the gradients of their mean; float32 on the CPU."""
-    model = build_hybrid("qwen3_5").to(device=device, dtype=dtype)
+    model = build_hybrid("Qwen3_5").to(device=device, dtype=dtype)
     prepare_for_packing(model)
     samples = forked_samples()
     tree = build_tree(samples, 1) if shared else separate([len(each) for each in samples])

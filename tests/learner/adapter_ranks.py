@@ -80,7 +80,8 @@ def _compare(scratch: Path, shapes: list[StageDeployment]) -> dict[str, float]:
         every = shape.ranks == 2 or (shape.tensor_parallel == 2 and shape.shard == 2)
         for name, case in ADAPTERS.items() if every else [*ADAPTERS.items()][:1]:
             learner = case.learner(scratch.parent, mesh)
-            for kind, difference in differences(name, learner, scratch.parent).items():
+            alone = scratch.parent / f"{name}.safetensors"
+            for kind, difference in differences(case, learner, alone).items():
                 found[f"{shape} {name} {kind}"] = difference
         check_frozen(learner)
         if every:

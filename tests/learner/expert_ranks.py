@@ -89,7 +89,8 @@ def compare(scratch: Path) -> dict[str, float]:
         mesh = create_mesh(shape)
         for name, case in MIXTURES.items():
             learner = case.learner(scratch.parent, mesh)
-            for kind, difference in differences(name, learner, scratch.parent).items():
+            alone = scratch.parent / f"{name}.safetensors"
+            for kind, difference in differences(case, learner, alone).items():
                 # A context rank counts the loads of experts among its own tokens.
                 if kind != "metric" or shape.context_parallel == 1:
                     found[f"{shape} {name} {kind}"] = difference

@@ -185,16 +185,6 @@ ADAPTERS = {
     ),
 }
 
-STATES = {
-    "states": Case(kind="qwen3_5", update={"activation_checkpointing": "selective"}, samples=12),
-    "states_experts": Case(
-        kind="qwen3_next",
-        update={"activation_checkpointing": "full"},
-        samples=12,
-        dealt=(0, 0, 1, 0),
-    ),
-}
-
 
 @dataclass(frozen=True)
 class Told(Case):

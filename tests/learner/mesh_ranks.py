@@ -23,7 +23,7 @@ from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
 from earl_core.tensors.slices import local_part, slices_of
 from tests.learner.cuts import mesh_of, meshes
 from tests.learner.helpers import save_model, with_old_logprobs
-from tests.learner.mesh_cases import ADAPTERS, CASES, MIXED, MIXTURES, STATES, Case, model
+from tests.learner.mesh_cases import CASES, MIXED, Case, model
 from tests.learner.vocabulary_ranks import compare_vocabularies
 from tests.learnt import assert_learnt
 
@@ -110,13 +110,14 @@ def _recorded_gradients(learner: PolicyLearner) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def differences(name: str, learner: PolicyLearner, scratch: Path) -> dict[str, float]:
-    """The largest difference of each kind of number between this rank's parts and the whole.
+def differences(case: Case, learner: PolicyLearner, alone: Path) -> dict[str, float]:
+    """The largest difference of each kind of number between this rank's parts and the whole, of
+    which one process has written the file.
 
     Absolute, and relative for numbers above 1.
     """
-    expected = load_file(scratch / f"{name}.safetensors")
-    found = result_of((CASES | ADAPTERS | STATES | MIXTURES)[name], learner)
+    expected = load_file(alone)
+    found = result_of(case, learner)
     boxes = {each.name: each.box for each in slices_of(learner.named_weights())}
     largest: dict[str, float] = {}
     for key, value in found.items():
@@ -140,7 +141,8 @@ def compare(scratch: Path) -> dict[str, float]:
         mesh = create_mesh(shape)
         for name in CASES:
             learner = CASES[name].learner(scratch.parent, mesh)
-            for kind, difference in differences(name, learner, scratch.parent).items():
+            alone = scratch.parent / f"{name}.safetensors"
+            for kind, difference in differences(CASES[name], learner, alone).items():
                 found[f"{shape} {name} {kind}"] = difference
         if shape.ranks == 2 or (shape.tensor_parallel > 1 and shape.parts > 1):
             check_behaviour(learner, scratch.parent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,40 +11,23 @@ from torch.nn import functional
 
 from earl_core.learner.attention.attention_plan import SampleBoundaries
 from earl_core.learner.data.prefix_tree import PrefixTree
+from tests.families.registry import FAMILIES, build
 from tests.learner.helpers import VOCABULARY
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+HYBRIDS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "OlmoHybrid")
+
+
+_NARROW = {
+    "hidden_size": 32, "intermediate_size": 48, "head_dim": 8,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3_5": (
-        "Qwen3_5Text", "Qwen3_5",
-        {"num_hidden_layers": 3, "tie_word_embeddings": True,
-         "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-    ),
-    "qwen3_5_moe": ("Qwen3_5MoeText", "Qwen3_5Moe", _EXPERTS),
-    "qwen3_next": ("Qwen3Next", "Qwen3Next", _EXPERTS),
-    "olmo_hybrid": ("OlmoHybrid", "OlmoHybrid", {}),
-}  # fmt: skip
+_NARROW_EXPERTS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
 
-def build_hybrid(family: str) -> transformers.PreTrainedModel:
-    """A random model with weights three times the usual spread. With more, float32 rounds a
+def build_hybrid(name: str) -> transformers.PreTrainedModel:
+    """A random narrow model with weights three times the usual spread. With more, float32 rounds a
     recurrence by more than what is compared: other chunks of plain transformers are 1e-5 apart."""
-    torch.manual_seed(5)
-    config, model, more = FAMILIES[family]
-    made: transformers.PreTrainedModel = getattr(transformers, f"{model}ForCausalLM")(
-        getattr(transformers, f"{config}Config")(**{**_SHAPE, **more})
-    )
+    made = build(name, 5, **_NARROW, **(_NARROW_EXPERTS if FAMILIES[name].experts else {}))
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim >= 2:
@@ -53,15 +35,14 @@ def build_hybrid(family: str) -> transformers.PreTrainedModel:
     return made
 
 
-def build_with_vision(family: str) -> transformers.PreTrainedModel:
+def build_with_vision(name: str) -> transformers.PreTrainedModel:
     """The same with a vision tower beside it, as released checkpoints have."""
-    text = build_hybrid(family)
-    model = FAMILIES[family][1]
+    text = build_hybrid(name)
     vision = {
         "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
         "out_hidden_size": 32, "num_position_embeddings": 16, "temporal_patch_size": 1,
     }  # fmt: skip
-    config = getattr(transformers, f"{model}Config")(
+    config = getattr(transformers, f"{name}Config")(
         text_config=text.config.to_dict(),
         vision_config=vision,
         tie_word_embeddings=text.config.tie_word_embeddings,
@@ -70,7 +51,7 @@ def build_with_vision(family: str) -> transformers.PreTrainedModel:
             for number, name in enumerate(("image", "video", "vision_start", "vision_end"))
         },
     )
-    made: transformers.PreTrainedModel = getattr(transformers, f"{model}ForConditionalGeneration")(
+    made: transformers.PreTrainedModel = getattr(transformers, f"{name}ForConditionalGeneration")(
         config
     )
     made.model.language_model.load_state_dict(text.model.state_dict())

@@ -12,11 +12,11 @@ from earl_core.dispatch.reads.plan import Layout
 from earl_core.learner.parallel.mesh import UpdateMesh, create_mesh
 from earl_core.learner.parallel.tensor_parallel import check_degree
 from earl_core.system.errors import ConfigError
+from tests.families.registry import build
 from tests.learner import mesh_ranks
 from tests.learner.cuts import mesh_of
 from tests.learner.helpers import build_model
 from tests.learner.launched import launch
-from tests.learner.test_families import build
 
 # Some metrics are means of exponentials; the vocabulary is compared with float64.
 LARGEST = {"metric": 1e-5, "vocabulary": 3e-5}
@@ -98,6 +98,6 @@ def test_degrees_that_do_not_divide_the_model_are_refused() -> None:
         check_degree(llama, 4)
     with pytest.raises(ConfigError, match="transformers has no plan for it"):
         check_degree(build_model("gpt2"), 2)
-    apertus = build("Apertus", max_position_embeddings=16384)
+    apertus = build("Apertus")
     with pytest.raises(ConfigError, match=r"how layers\.0\.mlp\.act_fn is split"):
         check_degree(apertus, 2)

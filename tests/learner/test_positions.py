@@ -12,8 +12,8 @@ import pytest
 from earl_core.config import ConfigError
 from earl_core.learner import loading
 from tests.engines.starting import ENGINES, start
+from tests.families.registry import build
 from tests.learner.helpers import eager_model, plain_logprobs, random_samples, save_model
-from tests.learner.test_families import build
 from tests.learner.test_policy_learner import TEMPERATURE, make_learner
 
 ORIGINAL = 64
@@ -22,7 +22,7 @@ ORIGINAL = 64
 def _long_rope(limit: int = 512) -> dict[str, Any]:
     """Factors for heads of 32, as far apart as those of Phi-3 128k."""
     return {
-        "num_attention_heads": 2,
+        "sliding_window": None,
         "max_position_embeddings": limit,
         "original_max_position_embeddings": ORIGINAL,
         "rope_scaling": {

@@ -24,6 +24,7 @@ from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.routers import Charge, routers_of
 from earl_core.system.errors import ConfigError
 from earl_core.trajectory.routing import RecordedRouting
+from tests.families.registry import build
 from tests.learner.helpers import save_model
 from tests.learner.launched import launch
 from tests.learner.test_routing import SHAPE, mixture
@@ -159,34 +160,26 @@ def test_its_gradient_is_that_of_transformers(model: Path, samples: list[Trainin
 
 
 @pytest.mark.parametrize(
-    ("family", "own", "normalised"),
+    ("family", "normalised"),
     [
-        ("Mixtral", {"num_local_experts": 8}, torch.softmax),
+        ("Mixtral", torch.softmax),
         # The topk of logits, sigmoids, and sigmoids whose correction the layer hands over.
-        ("GraniteMoe", {"num_local_experts": 8}, torch.softmax),
-        ("Glm4Moe", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "head_dim": 8}, None),
-        ("MiniMaxM2", {"num_local_experts": 8, "head_dim": 8}, None),
-        ("Afmoe", {"num_experts": 8, "num_dense_layers": 0, "head_dim": 8}, None),
+        ("GraniteMoe", torch.softmax),
+        ("Glm4Moe", None),
+        ("MiniMaxM2", None),
+        ("Afmoe", None),
     ],
 )
-def test_every_family_is_charged_for_its_probabilities(
-    family: str, own: dict[str, object], normalised: object
-) -> None:
-    torch.manual_seed(5)
-    shape = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    config = getattr(transformers, f"{family}Config")(**{**shape, **own})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+def test_every_family_is_charged_for_its_probabilities(family: str, normalised: object) -> None:
+    model = build(family).eval()
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.normal_(0, 0.2)
     routers = routers_of(model)
     assert routers is not None
-    charge = Charge(torch.randn(routers.shape.layers, 8), torch.rand(20))
+    experts = routers.shape.experts
+    charge = Charge(torch.randn(routers.shape.layers, experts), torch.rand(20))
     routers.choose(None, charge)
     (model(tokens).logits.sum() * 0.0).backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -194,7 +187,9 @@ def test_every_family_is_charged_for_its_probabilities(
     logits: list[torch.Tensor] = []
     for name in routers.names:
         model.get_submodule(name).register_forward_hook(
-            lambda _, __, out: logits.append(next(each for each in out if each.shape == (20, 8)))
+            lambda _, __, out: logits.append(
+                next(each for each in out if each.shape == (20, experts))
+            )
         )
     model.zero_grad()
     routers.choose(None)

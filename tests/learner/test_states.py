@@ -29,11 +29,12 @@ from earl_core.learner.parallel.tensor_parallel import check_degree
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.routers import routers_of, unread_routers
 from earl_core.system.errors import ConfigError
-from tests.learner import state_ranks
+from tests.families import ranks
+from tests.families.cells import save
 from tests.learner.helpers import random_samples, save_model, with_old_logprobs
 from tests.learner.launched import launch
 from tests.learner.state_models import (
-    FAMILIES,
+    HYBRIDS,
     build_hybrid,
     build_with_vision,
     forked_samples,
@@ -72,7 +73,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - value).abs().max() <= EXACT, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_packs_equal_plain_transformers_one_sample_at_a_time(family: str) -> None:
     model, plain = hybrids(family)
     for samples in (separate_samples(), forked_samples()):
@@ -91,7 +92,7 @@ def test_packs_equal_plain_transformers_one_sample_at_a_time(family: str) -> Non
 
 @pytest.mark.parametrize("rung", ["selective", "full"])
 def test_what_is_computed_again_is_the_same(rung: Checkpointing) -> None:
-    model, _ = hybrids("qwen3_5")
+    model, _ = hybrids("Qwen3_5")
     samples = forked_samples()
     compute = partial(losses, model, samples, build_tree(samples, least_shared=1))
     expected = learn(model, compute)
@@ -103,7 +104,7 @@ def test_what_is_computed_again_is_the_same(rung: Checkpointing) -> None:
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_compiled_layers_compute_states_as_they_are() -> None:
-    model, plain = hybrids("qwen3_5")
+    model, plain = hybrids("Qwen3_5")
     compile_layers(model)
     for samples in (separate_samples(), forked_samples()):
         tree = build_tree(samples, least_shared=1)
@@ -114,7 +115,7 @@ def test_compiled_layers_compute_states_as_they_are() -> None:
 def test_gradients_of_a_state_are_summed_in_float32() -> None:
     """In bf16 the eight branches' parts of a shared state would be lost beside the first's."""
     torch.manual_seed(0)
-    model, _ = hybrids("qwen3_5")
+    model, _ = hybrids("Qwen3_5")
     tree = PrefixTree(
         (TokenRun(0, 9, 0, -1), *(TokenRun(9 + 2 * n, 2, 9, 0) for n in range(8))),
         tuple(range(1, 9)),
@@ -131,7 +132,7 @@ def test_gradients_of_a_state_are_summed_in_float32() -> None:
         assert distance[0] <= 2 * distance[1] + 1e-3, name
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5Moe"])
 def test_routers_beside_states_are_replayed(family: str) -> None:
     model, _ = hybrids(family)
     routers = routers_of(model)
@@ -179,7 +180,7 @@ PLAN = StatePlan.of
 def test_a_state_that_leaks_is_found(
     kind: Any, leak: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build_hybrid("qwen3_5")
+    model = build_hybrid("Qwen3_5")
     monkeypatch.setattr(kind, "of", leak)
     with pytest.raises(ConfigError, match=why):
         prepare_for_packing(model)
@@ -188,8 +189,8 @@ def test_a_state_that_leaks_is_found(
 def test_the_vision_tower_of_a_released_checkpoint_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = save_model(build_hybrid("qwen3_5"), tmp_path / "text", spread=1.0)
-    whole = save_model(build_with_vision("qwen3_5"), tmp_path / "whole", spread=1.0)
+    text = save_model(build_hybrid("Qwen3_5"), tmp_path / "text", spread=1.0)
+    whole = save_model(build_with_vision("Qwen3_5"), tmp_path / "whole", spread=1.0)
     samples = random_samples(5, seed=2)
     plain = make_learner(text).score(samples)
     assert "text only" not in caplog.text
@@ -207,7 +208,7 @@ def test_the_vision_tower_of_a_released_checkpoint_is_left_out(
         assert torch.equal(dict(kept.named_parameters())[name], weight), name
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
 def test_sharing_of_prefixes_changes_no_weight(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +237,7 @@ def test_sharing_of_prefixes_changes_no_weight(
 
 
 def test_layers_with_a_state_are_not_divided_over_ranks() -> None:
-    model = build_hybrid("qwen3_5")
+    model = build_hybrid("Qwen3_5")
     with pytest.raises(ConfigError, match="cannot be split over 2 tensor-parallel ranks"):
         check_degree(model, 2)
     tree = separate((8,))
@@ -246,8 +247,11 @@ def test_layers_with_a_state_are_not_divided_over_ranks() -> None:
         boundaries.plan_states((4,))
 
 
-def test_replicas_and_shards_equal_one_process(tmp_path: Path) -> None:
-    state_ranks.prepare(tmp_path)
-    for differences in launch("tests.learner.state_ranks", "compare", 2, tmp_path / "ranks"):
-        assert len(differences) > 8
-        assert max(differences.values()) <= EXACT, differences
+@pytest.mark.parametrize(
+    ("family", "compare"), [("Qwen3_5", "compare"), ("Qwen3Next", "compare_mixture")]
+)
+def test_replicas_and_shards_equal_one_process(family: str, compare: str, tmp_path: Path) -> None:
+    ranks.prepare(save(family, tmp_path / "model"))
+    for refused in launch("tests.families.ranks", compare, 2, tmp_path / "ranks"):
+        assert refused["replicas"] == refused["shards"] == refused.get("expert parallel", "") == ""
+        assert "set context_parallel to 1" in refused["context parallel"]

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from earl_core.tensors.errors import WeightsError
 from earl_core.weights.load import manifest_from_directory, open_weights
 from earl_core.weights.renamed import has_names_of_parameters, publish_renamed
+from tests.families.registry import build
 from tests.learner.helpers import save_model
-from tests.learner.test_families import build
 
 
 def test_experts_of_files_are_published_joined(tmp_path: Path) -> None:
-    model = build("Mixtral", num_local_experts=4, num_experts_per_tok=2)
+    model = build("Mixtral")
     directory = save_model(model, tmp_path / "model")
     assert any(".w1.weight" in name for name in load_file(directory / "model.safetensors"))
     manifest = manifest_from_directory(directory, 7)
@@ -31,9 +31,7 @@ def test_experts_of_files_are_published_joined(tmp_path: Path) -> None:
 
 
 def test_a_parameter_that_is_in_no_file_is_not_made_up(tmp_path: Path) -> None:
-    directory = save_model(
-        build("Mixtral", num_local_experts=4, num_experts_per_tok=2), tmp_path / "model"
-    )
+    directory = save_model(build("Mixtral"), tmp_path / "model")
     tensors = load_file(directory / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,8 +1,8 @@
 """States of the rows of a slot cache, in layers that have a state in place of keys and values.
 
-A gated delta rule (Gated DeltaNet, arXiv 2412.06464; Qwen3-Next and Qwen3.5) keeps one matrix of
-every head, and its short convolution the inputs of a few tokens. Both know the whole sequence and
-nothing of its parts: tokens are added, and none is taken back.
+A gated delta rule (Gated DeltaNet, arXiv 2412.06464; Qwen3-Next, Qwen3.5, OLMo hybrid) keeps one
+matrix of every head, and its short convolution the inputs of a few tokens. Both know the whole
+sequence and nothing of its parts: tokens are added, and none is taken back.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from earl_core.system.errors import ConfigError
 
 STATE_LAYER = "linear_attention"
 """Of `layer_types`."""
-_GATES = ("in_proj_ba", "in_proj_a", "in_proj_b")
-"""What the decay and the step are made from: Qwen3-Next has both in one."""
+_GATES = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj")
+"""What the decay and the step are made from: Qwen3-Next has both in one, OLMo hybrid its own."""
 _PARTS = ("conv1d", "A_log", "dt_bias", "layer_idx")
 
 
@@ -38,6 +38,11 @@ class LayerStates:
         self._capacity = 0
         self._rows = 0
         self._ends: torch.Tensor = torch.empty(0, dtype=torch.long)
+
+    @property
+    def conv_states(self) -> tuple[torch.Tensor | None]:
+        """Windows [rows, channels, kernel size - 1] of the rows of the pass, likewise."""
+        return (None if self._windows is None else self._windows[: self._rows],)
 
     @property
     def recurrent_states(self) -> tuple[torch.Tensor | None]:
@@ -114,8 +119,8 @@ class RowStates:
         if set(self._layers) != wanted:
             raise ConfigError(
                 f"{config.model_type} models have layers of type {STATE_LAYER} with another state "
-                "than those of Qwen3.5 and Qwen3-Next, which the torch engine does not compute: "
-                "choose another model"
+                "than that of a gated delta rule (Qwen3.5, Qwen3-Next, OLMo hybrid), which the "
+                "torch engine does not compute: choose another model"
             )
 
     def __bool__(self) -> bool:
