@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ REFUSED = "refused: "
 NOT_RUN = "not run"
 NO_MIXTURE = "no experts"
 
+_KIND = re.compile(r"\b(?:a|this) [a-z0-9_]+ model(?: of \d+)?")
 _BEGIN, _END = "<!-- families: begin -->\n", "<!-- families: end -->"
 
 
@@ -71,6 +73,8 @@ def _row(outcomes: dict[str, str], notes: dict[str, str]) -> tuple[str, ...]:
     cells = []
     for column in COLUMNS:
         word, _, note = outcomes.get(column, NOT_RUN).partition(": ")
+        # Families that are refused alike have one note.
+        note = _KIND.sub("such a model", note)
         mark = f" {notes.setdefault(note, f'({len(notes) + 1})')}" if note else ""
         cells.append(word + mark)
     return tuple(cells)

@@ -13,6 +13,7 @@ from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.errors import ConfigError
 
+_NOT_ON_VLLM = ("apertus", "diffllama", "gemma3n_text", "gpt_bigcode", "gpt_neox", "hrm_text")
 PROVEN = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")
 """Mixtures of which vLLM was seen to compute with new experts as the trainer does. DeepSeek's
 loader takes no joined experts, and its CPU build answered otherwise from the start."""
@@ -79,6 +80,11 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
         raise ConfigError(
             f"rollout.engine=vllm was proven to take new experts of {', '.join(PROVEN)} only, and "
             f"this is a {model.model_type} model of {model.experts}: set rollout.engine=torch"
+        )
+    if config.rollout.engine == "vllm" and model.model_type in _NOT_ON_VLLM:
+        raise ConfigError(
+            f"rollout.engine=vllm was tried with a {model.model_type} model, and did not start or "
+            "answered otherwise than transformers: set rollout.engine=torch"
         )
     if config.rollout.vllm.expert_parallel and model.experts <= 1:
         raise ConfigError(

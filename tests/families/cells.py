@@ -7,12 +7,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from earl_core.config import parse_config
+from earl_core.config.feasibility import check_stages
 from earl_core.config.model import ModelConfig
+from earl_core.control.hardware import read_hardware
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.loading import load_policy
 from earl_core.learner.model import PackedTensors, logprobs_of_trained
 from earl_core.learner.parallel.mesh import create_mesh
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.routers import unread_routers
 from earl_core.rollout.engines.engine import Completion
 from earl_core.trajectory.routing import RecordedRouting
@@ -100,6 +104,7 @@ def _gradients(model: torch.nn.Module, logprobs: torch.Tensor) -> dict[str, torc
 def engine(kind: str, directory: Path, scratch: Path) -> str:
     """Log-probs of an engine's answers against the trainer's, at first and after each of two
     updates by them. kind: "torch" or "vllm"."""
+    _check_start(kind, directory)
     learner = make_learner(directory, max_tokens_per_microbatch=256)
     unread = bool(unread_routers(learner.model))
     driver = start(kind, directory, scratch, record_routing=not unread)
@@ -113,6 +118,25 @@ def engine(kind: str, directory: Path, scratch: Path) -> str:
     finally:
         driver.close()
     return UNRECORDED if unread else YES
+
+
+def _check_start(kind: str, directory: Path) -> None:
+    """Raise what a run of this engine on this machine is refused with."""
+    config = parse_config(
+        {
+            "name": "family",
+            "iterations": 1,
+            "model": {"path": str(directory)},
+            "environment": {"name": "tic_tac_toe"},
+            "rollout": {
+                "engine": kind,
+                "prompts_per_iteration": 1,
+                "group_size": 2,
+                "max_turns": 2,
+            },
+        }
+    )
+    check_stages(config, read_model_shape(directory), read_hardware())
 
 
 def _update(
