@@ -58,7 +58,7 @@ ATTACKS = {
     "time.sleep(1.5)\nos.set_blocking(read, False)\n"
     "try: got = len(os.read(read, 99))\nexcept BlockingIOError: got = 0\n"
     # Without a control group somebody looks now and then, and ends all once they hold too much.
-    "if got > 4: time.sleep(1.2)\n"
+    "if got > 4: time.sleep(4)\n"
     "print('DONE' if got > 4 else 'held', got)\nos._exit(0)",
     "memory in files": "tried(lambda: ctypes.CDLL(None, use_errno=True) and os.memfd_create('x'))\n"
     "called(libc.shmget(0, 1 << 20, 0o1600))",

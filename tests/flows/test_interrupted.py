@@ -1,4 +1,4 @@
-"""One run that is killed before its last update, loses a shard, goes on, and is started again.
+"""One run that is killed before its last update, loses shards, goes on, and is started again.
 
 Meanwhile fresh processes do its stages over from manifests alone, and Prefect's server is asked
 what it saw.
@@ -48,9 +48,10 @@ def story(module_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Story:
         if mine == run["parameters"].get("config")
     ]
     redone = redo(runs, sealed, tmp_path_factory.mktemp("logs"))
-    lost = sealed["reward"]["shards"][0]["file"]
-    (shard,) = (path for path in runs.shared_memory() if path.name == lost)
-    shard.unlink()
+    for stage in ("reward", "advantage"):
+        lost = sealed[stage]["shards"][0]["file"]
+        (shard,) = (path for path in runs.shared_memory() if path.name == lost)
+        shard.unlink()
     runs.train()
     return Story(runs, sealed, left, redone)
 
@@ -106,9 +107,11 @@ def test_stages_need_nothing_but_manifests(story: Story) -> None:
 def test_a_lost_shard_repeats_its_stage_only(
     story: Story, undisturbed: Callable[..., Runs]
 ) -> None:
-    sealed = story.runs.executed("sealed")
-    assert sealed.count((1, "reward")) == 2
-    assert sealed.count((1, "rollout")) == sealed.count((1, "advantage")) == 1
+    started = story.runs.executed("started")
+    assert started.count((1, "advantage")) == 2
+    assert started.count((1, "rollout")) == started.count((1, "reward")) == 1
+    # Kept episodes have the rows of rewards, too.
+    assert (1, "reward") in story.runs.executed("rows from the kept episodes")
     assert story.runs.weights(1) == undisturbed().weights(1)
 
 
@@ -140,9 +143,9 @@ def test_prefect_frees_the_killed_run_and_shows_finished_stages_as_cached(story:
     wanted = {
         "select 1": "Cached",
         "rollout 1": "Cached",
-        "reward 1": "Completed",
+        "reward 1": "Cached",
         "reference 1": "Cached",
-        "advantage 1": "Cached",
+        "advantage 1": "Completed",
         "update 1": "Completed",
         "publish 1": "Completed",
     }
