@@ -113,7 +113,7 @@ def foreseen(parent: Path, before: RunConfig, config: RunConfig, after: int) -> 
         holds[stage.name] = same and all(holds.get(each, True) for each in stage.reads)
     others = [stage.name for stage in stages if not holds[stage.name]]
     there = [each for each in map(int, _numbers(parent)) if each > after]
-    kept = [each for each in there if _rows_kept(parent, each)]
+    kept = [each for each in there if _on_one_host(config) and _rows_kept(parent, each)]
     told = [stage.name for stage in stages if holds[stage.name] and stage.name in _SCHEMAS]
     if iteration not in there:
         return [f"{parent.name} has done nothing after it: all is done anew"]
@@ -121,7 +121,8 @@ def foreseen(parent: Path, before: RunConfig, config: RunConfig, after: int) -> 
     if told and iteration in kept:
         lines.append(f"iteration {iteration}: {' and '.join(told)} taken over, the rest done again")
     else:
-        why = "settings" if not told else "its rows were not kept"
+        lacking = "its rows were not kept" if _on_one_host(config) else "on several hosts"
+        why = lacking if told else "settings"
         lines.append(f"iteration {iteration} is played anew ({why})")
     later = [each for each in kept if each > iteration]
     if others and len(there) > 1:
@@ -157,6 +158,8 @@ class _Differs(Exception):
 def _rebuilt(run: RunDirectory, sealed: Manifest, episodes: Path) -> tuple[ShardEntry, ...]:
     """New shards with the rows of a manifest's. Raises `_Differs`, and what reading and writing
     raise, and leaves no shard then."""
+    if sealed.shards and not _on_one_host(run.config):
+        raise _Differs("rows are made again in runs of one host alone")
     made: list[ShardEntry] = []
     try:
         for entry in sealed.shards:
@@ -177,6 +180,12 @@ def _rebuilt(run: RunDirectory, sealed: Manifest, episodes: Path) -> tuple[Shard
             run.store.release(entry)
         raise
     return tuple(made)
+
+
+def _on_one_host(config: RunConfig) -> bool:
+    """Where there are several, ranks read from hosts that serve, and the controller's may be none
+    of them."""
+    return config.cluster.backend == "local" and config.cluster.most == 1
 
 
 def _schema_of(sealed: Manifest, entry: ShardEntry) -> pa.Schema:
