@@ -49,6 +49,11 @@ def export_episodes(run: Path, target: Path, rules: RedactionRules | None) -> Ex
     """
     if target.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{target} is to end with .jsonl or .parquet: choose another --output")
+    report = target.with_name(f"{target.name}.left.json")
+    if target.exists() and not report.is_file():
+        raise ConfigError(
+            f"{target} is no export of ours, and is not replaced: choose another --output"
+        )
     files = sorted(run.glob(f"iterations/[0-9]*/{NAME}"))
     if not files:
         raise ConfigError(f"{run} has kept no episodes (tracking.keep_episodes)")
@@ -68,7 +73,6 @@ def export_episodes(run: Path, target: Path, rules: RedactionRules | None) -> Ex
         )
     _write(rows, target)
     told = {"rules": dict(redaction.found), **remnants.report()}
-    report = target.with_name(f"{target.name}.left.json")
     write_atomic(report, json.dumps(told, indent=1, ensure_ascii=False).encode(), 0o600)
     return Exported(len(rows), redaction.found, report, told, tuple(damaged))
 

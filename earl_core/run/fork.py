@@ -66,11 +66,10 @@ def make_fork(parent: Path, iteration: int, config: RunConfig) -> Path:
     target = Path(config.runs_directory) / config.name
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists already: choose another name for the fork")
-    building = target.parent / _BUILDING / config.name
-    shutil.rmtree(building, ignore_errors=True)  # of one that was killed
+    record, uid = read_record(parent), new_uid()
+    # One of its own: another process may be making a fork of this name, too.
+    building = target.parent / _BUILDING / f"{config.name}.{uid}"
     make_directory(building, mode=0o700)
-    record = read_record(parent)
-    uid = new_uid()
     _copy_past(parent, building, uid, iteration)
     inherit(parent, building, uid, iteration)
     write_atomic(building / "config.yaml", dump_config(config).encode())

@@ -12,6 +12,7 @@ from earl_core.config import ConfigError
 from earl_core.control.fork_plan import ForkPlan
 from earl_core.run.record import OtherFormat, lineage_names, read_record, write_record
 from earl_core.system.errors import EarlError
+from flows.api import Run
 from tests.flows.runs import KILLED, Runs
 
 KEPT = ["iterations=3", "checkpoint.keep_last=3"]
@@ -93,12 +94,12 @@ def test_what_a_killed_fork_leaves_is_no_run_and_in_nobodys_way(
         plan.make()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
-    assert (story.directory / "runs/.forks/cut/run.json").is_file()
+    assert len([*story.run("").glob(".forks/cut.*/run.json")]) == 1
     assert "cut" not in [each.parent.name for each in story.run("").glob("*/config.yaml")]
     monkeypatch.delenv("EARL_FAULT")
     plan.make()
     assert read_record(story.run("cut"))["attempts"] == 0
-    assert not (story.directory / "runs/.forks").exists()
+    assert len([*story.run("").glob(".forks/cut.*")]) == 1, "what is not ours to judge stays"
 
 
 @pytest.mark.parametrize(
@@ -135,3 +136,10 @@ def test_damaged_parents_are_refused(damage: str, story: Runs, tmp_path: Path) -
         ForkPlan.of(parent, "0", "new", [])
     assert isinstance(found.value, OtherFormat) == (damage == "format")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_fork_is_made_from_python(story: Runs) -> None:
+    made = Run.open(story.run("kept")).fork("api", {"update.learning_rate": 5e-3}, at=0)
+    assert made.directory == story.run("api")
+    assert made.config.update.learning_rate == 5e-3
+    assert [each.number for each in made.iterations] == [0]

@@ -158,5 +158,9 @@ def test_bad_rules_are_refused_in_a_sentence(rules: str, why: str, run: Path) ->
 def test_what_cannot_be_exported_is_said(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is to end with"):
         export_episodes(run, tmp_path / "out.csv", None)
+    (tmp_path / "mine.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match="is no export of ours, and is not replaced"):
+        export_episodes(run, tmp_path / "mine.jsonl", None)
+    assert (tmp_path / "mine.jsonl").read_text() == "mine"
     with pytest.raises(ConfigError, match="has kept no episodes"):
         export_episodes(tmp_path / "none", tmp_path / "out.jsonl", None)
