@@ -165,11 +165,12 @@ def _in_namespaces(settings: Settings) -> list[str]:
     _limit(settings, counted)
     lacking = _restrict(alone=True)
     os.environ["HOME"] = os.environ["TMPDIR"] = view.FOLDER
+    # Before there is a child, whose code may run first and open this process's memory.
+    kernel.show_own_files(False)
     if code := os.fork():
         # The first process of its namespace: the kernel ends all others with it.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        kernel.show_own_files(False)
         end_as(code)
     kernel.show_own_files(True)
     return lacking
