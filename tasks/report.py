@@ -17,9 +17,10 @@ from earl_core.control.stage_execution import observe
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import PLAYED, STAGES
 from earl_core.dispatch import Manifest
-from earl_core.run.episodes import EpisodesDamaged, read_episodes
+from earl_core.run.episodes import EpisodesDamaged
+from earl_core.run.kept_episodes import read_episodes
 from earl_core.run.saved_versions import prune_versions, save_versions
-from earl_core.secrets import redact
+from earl_core.secrets import shareable
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
 from earl_core.system.plural import plural
@@ -122,7 +123,7 @@ async def publish_artifacts(
         logger.warning(
             "the run goes on, without pages of iteration %d in Prefect: %s",
             iteration,
-            redact(str(error)),
+            error,
         )
 
 
@@ -132,7 +133,7 @@ async def _publish(
     name = artifact_name(controller.config.name)
     pages = await asyncio.to_thread(_pages, controller, iteration, manifests)
     made = [
-        acreate_markdown_artifact(redact(page), key=f"{name}-{key}", description=description)
+        acreate_markdown_artifact(shareable(page), key=f"{name}-{key}", description=description)
         for key, (page, description) in pages.items()
     ]
     if (link := mlflow_page(controller.run.record)) is not None:
@@ -181,9 +182,10 @@ def run_pages(
 
 
 def _sample_episodes(controller: RunController, iteration: int) -> list[dict[str, Any]]:
+    run = controller.run
     controller.episodes.settle()
     try:
-        return read_episodes(controller.run.episodes_path(iteration), _EPISODES_READ)
+        return read_episodes(run.episodes_path(iteration), run.redaction, _EPISODES_READ)
     except EpisodesDamaged as error:
         logger.warning("no episode is shown: %s", error)
         return []

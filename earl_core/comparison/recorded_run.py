@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from earl_core.config.redaction import redaction_of
 from earl_core.config.stage_keys import stage_key
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import PLAYED, ROWS, STAGES, WEIGHTS, stage_of
@@ -70,13 +71,14 @@ class Rows(NamedTuple):
 class RecordedRun:
     """A run in a directory. label: what people call it where it stands beside others.
 
-    Raises `ConfigError` where no run lies, `RunDamaged` where one of another format does, or one
-    without its `run.json`.
+    Raises `ConfigError` where no run lies, or its rules of redaction cannot be had, `RunDamaged`
+    where one of another format does, or one without its `run.json`.
     """
 
     def __init__(self, path: Path, label: str) -> None:
         self.path, self.label = path, label
         self.config = stored_config(path)
+        self.redaction = redaction_of(self.config)
         try:
             self.record: Mapping[str, Any] = read_record(path)
         except FileNotFoundError:

@@ -21,17 +21,14 @@ import pyarrow.parquet as pq
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.experience.scoring import Scorer, readable
-from earl_core.run.episodes import NAME, EpisodesDamaged, read_samples
+from earl_core.run.episodes import NAME, EpisodesDamaged
+from earl_core.run.kept_episodes import kept_episodes
 from earl_core.system.files import make_directory, writing_atomic
-from earl_core.trajectory.samples import OPPONENT_ROLE
 
 FOLDER = "rescored"
 
 _IDENTITY = ("episode_id", "group_id", "prompt_id", "environment")
-_COLUMNS = (
-    *_IDENTITY, "finish_reason", "outcome", "scoring", "texts", "turn_rewards", "shared_reward",
-    "role", "reward",
-)  # fmt: skip
+_FIELDS = (*_IDENTITY, "finish_reason", "outcome", "scoring")
 SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.int64()) for name in ("iteration", *_IDENTITY[:3])),
@@ -164,16 +161,10 @@ async def _scored(scorer: Scorer, iteration: int, episodes: list[dict[str, Any]]
 
 def _kept(file: Path) -> Iterator[dict[str, Any]]:
     """The episodes of a file as reward functions get them, and the reward that was `given`."""
-    episodes: dict[int, dict[str, Any]] = {}
-    for row in read_samples(file, columns=_COLUMNS).to_pylist():
-        if row.pop("role", "") == OPPONENT_ROLE:
-            continue
-        rewards, said = row.pop("turn_rewards"), row.pop("texts")
-        row["shared"], row["given"] = row.pop("shared_reward"), row.pop("reward")
-        known = episodes.setdefault(row["episode_id"], {**row, "turn_rewards": [], "said": []})
-        known["turn_rewards"] += rewards
-        known["said"] += said
-    yield from map(readable, episodes.values())
+    for each in kept_episodes(file, None, (*_FIELDS, "shared_reward", "reward")).episodes:
+        told = {name: each[name] for name in (*_FIELDS, "turn_rewards")}
+        shared, given = each["shared_reward"], each["reward"]
+        yield readable({**told, "shared": shared, "given": given, "said": each["texts"]})
 
 
 def run_rescore(run: Path, config: RunConfig) -> Rescored:

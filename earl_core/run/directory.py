@@ -31,6 +31,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.config import ConfigError, RunConfig, dump_config
+from earl_core.config.redaction import redaction_of
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
@@ -77,7 +78,7 @@ resumed: how many episodes may fail, how many hosts there are, how long they may
 
 class RunDirectory:
     """An opened run: locked by this process until `close()`. observations: what the selector learns
-    from. versions: its policy versions."""
+    from. versions: its policy versions. redaction: what episodes pass where they leave it."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
@@ -92,6 +93,7 @@ class RunDirectory:
             raise
 
     def _load(self) -> None:
+        self.redaction = redaction_of(self.config)
         self.record: dict[str, Any] = open_record(self.path)
         check_not_copied(self.path, checked_uid(self.record, self.path), self.record.get("place"))
         self._check_same_run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ class PlainText(NamedTuple):
     """text: as it is compared. places: index into the given text of each character of it."""
 
     text: str
-    places: list[int]
+    places: Sequence[int]
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
         """Where characters `start` to `stop` of the text, at least one, stand in the given one."""
@@ -26,11 +27,12 @@ class PlainText(NamedTuple):
 
 def plain(text: str) -> PlainText:
     """The text as rules compare it."""
+    if text.isascii():
+        return PlainText(text.lower(), range(len(text)))
     characters: list[str] = []
     places: list[int] = []
     for place, character in enumerate(text):
-        found = character if character.isascii() else _folded(character)
-        found = found.lower()
+        found = character.lower() if character.isascii() else _folded(character).lower()
         characters.append(found)
         places += [place] * len(found)
     return PlainText("".join(characters), places)

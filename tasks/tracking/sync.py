@@ -18,7 +18,9 @@ from earl_core.config.environment import EnvironmentConfig
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run import RunDirectory
-from earl_core.run.episodes import EpisodesDamaged, read_episodes
+from earl_core.run.episodes import EpisodesDamaged
+from earl_core.run.kept_episodes import read_episodes
+from earl_core.secrets import shareable
 from tasks.reports.chart import selector_chart
 from tasks.tracking.inputs import played_inputs
 from tasks.tracking.metric_catalogue import described, for_mlflow
@@ -70,7 +72,7 @@ def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
 def unsent(run: RunDirectory, sent: Mapping[str, int]) -> Iterator[Thing]:
     """Yield the things to send, in order. sent: as of `sent_before`."""
     if sent.get("config.yaml", -1) < run.attempt:
-        text = dump_config(run.config)
+        text = shareable(dump_config(run.config))
         yield Thing("config.yaml", run.attempt, lambda mlflow: mlflow.log_text(text, "config.yaml"))
     if "inputs" not in sent:
         yield Thing("inputs", 0, lambda mlflow: mlflow.log_inputs(played_inputs(run.config)))
@@ -213,7 +215,7 @@ def _plan(run: RunDirectory, iteration: int) -> dict[str, Any]:
 def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send | None:
     path, most = run.episodes_path(iteration), run.config.tracking.trace_episodes
     try:
-        episodes = read_episodes(path, most) if most else []
+        episodes = read_episodes(path, run.redaction, most) if most else []
         seconds = path.stat().st_mtime if episodes else 0.0
     except (EpisodesDamaged, FileNotFoundError) as error:
         logger.warning("iteration %d is not traced: %s", iteration, error)
@@ -225,7 +227,7 @@ def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send |
         episode_trace(
             run.uid, iteration, each, seconds, tools=each["environment"] in tools, mismatch=mismatch
         )
-        for each in episodes
+        for each in map(_numbered, range(len(episodes)), episodes)
     ]
 
     def send(mlflow: MlflowRun) -> None:
@@ -233,6 +235,11 @@ def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send |
             mlflow.log_trace(trace)
 
     return send if traces else None
+
+
+def _numbered(place: int, episode: dict[str, Any]) -> dict[str, Any]:
+    """An episode whose number was left out by rules, by its place: traces need to differ."""
+    return {**episode, "episode_id": place} if episode["episode_id"] is None else episode
 
 
 def _with_tools(config: RunConfig) -> set[str]:

@@ -16,6 +16,7 @@ from earl_core.config import RunConfig, check_references
 from earl_core.config.code import named_code
 from earl_core.config.feasibility import check_devices, check_stages, engines_of_a_host
 from earl_core.config.gateway import check_gateway
+from earl_core.config.redaction import redaction_of
 from earl_core.control.ancestor import beginning
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
@@ -97,8 +98,9 @@ def places(config: RunConfig) -> Iterator[Finding]:
 
 
 def references(config: RunConfig) -> Iterator[Finding]:
-    """Check that every secret can be had."""
+    """Check that every secret can be had, and rules of redaction."""
     check_references(config)
+    redaction_of(config)
     yield from ()
 
 

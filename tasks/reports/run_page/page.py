@@ -14,7 +14,8 @@ from earl_core.config.yaml_text import write_yaml
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.rollout.chat.tool_calls import FORMATS
 from earl_core.run.record import lineage_names
-from earl_core.secrets import find_secrets, redact_tree
+from earl_core.secrets import find_secrets, shareable_tree
+from earl_core.secrets.rules import Redaction
 from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.choice.explain import deployment_text
 from earl_core.selector.model.devices import device_of
@@ -25,6 +26,7 @@ from tasks.reports.run_page.occupancy import occupancy
 from tasks.reports.run_page.records import Line, RunRecords, read_records
 from tasks.reports.run_page.stored_episodes import (
     PackedEpisodes,
+    TokenTexts,
     find_token_texts,
     pack_episodes,
 )
@@ -64,13 +66,19 @@ def write_page(
     `ConfigError` where no run lies, `OSError`.
     """
     records = read_records(run, iterations, evaluations)
-    tokens = find_token_texts(records.tokenizer_files)
+    redaction = records.redaction
+    tokens = None if redaction.given else find_token_texts(records.tokenizer_files)
     stored = records.episode_files
-    packed = pack_episodes(stored, tokens, most_episodes, _EPISODE_BYTES)
+    packed = pack_episodes(stored, tokens, most_episodes, _EPISODE_BYTES, redaction)
+    redaction.check_something_left()
     shown = packed.index.get("shown", [])
     counts = len(shown), sum(level > 0 for level in shown), sum(level > 1 for level in shown)
-    notes = [_how_many(*counts, tokens is None), *packed.damaged]
-    data = {**_told(records), "notes": redact_tree(notes), "tools": _tool_patterns(records)}
+    notes = [
+        _how_many(*counts, _why_no_tokens(tokens, redaction)),
+        *redaction.told(),
+        *packed.damaged,
+    ]
+    data = {**_told(records), "notes": shareable_tree(notes), "tools": _tool_patterns(records)}
     return Written(output, write(output, _filled(data, packed)), *counts)
 
 
@@ -96,17 +104,23 @@ def _told(records: RunRecords) -> dict[str, Any]:
         "versions": versions(),
         "commands": list(commands(records)),
     }
-    return {**redact_tree(said), "sections": sections(records)}
+    return {**shareable_tree(said), "sections": sections(records)}
 
 
-def _how_many(listed: int, with_texts: int, with_tokens: int, no_tokenizer: bool) -> str:
+def _why_no_tokens(tokens: TokenTexts | None, redaction: Redaction) -> str:
+    if redaction.given:
+        return "they are the text again, and it was redacted"
+    return "" if tokens else "no tokenizer lies with the model"
+
+
+def _how_many(listed: int, with_texts: int, with_tokens: int, no_tokens: str) -> str:
     if not listed:
         return "The run has kept no episodes (tracking.keep_episodes says which it keeps)."
     text = f"{listed:,} episodes are listed"
     if with_texts < listed:
         text += f", {with_texts:,} of them with their texts, for the page has a bounded size"
-    if no_tokenizer:
-        return f"{text}; their tokens are not shown, because no tokenizer lies with the model."
+    if no_tokens:
+        return f"{text}; their tokens are not shown, because {no_tokens}."
     if with_tokens < with_texts:
         text += f", {with_tokens:,} with their tokens, the first of each iteration"
     return f"{text}."
