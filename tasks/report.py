@@ -11,6 +11,7 @@ from typing import Any
 
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
+from earl_core.config import ConfigError
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe
@@ -185,7 +186,9 @@ def _sample_episodes(controller: RunController, iteration: int) -> list[dict[str
     run = controller.run
     controller.episodes.settle()
     try:
-        return read_episodes(run.episodes_path(iteration), run.redaction, _EPISODES_READ)
-    except EpisodesDamaged as error:
+        found = read_episodes(run.episodes_path(iteration), run.redaction, _EPISODES_READ)
+        run.redaction.check_something_left()
+        return found
+    except (EpisodesDamaged, ConfigError) as error:
         logger.warning("no episode is shown: %s", error)
         return []

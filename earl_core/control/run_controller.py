@@ -298,6 +298,8 @@ class RunController:
             self._held.callback(self.episodes.settle)
             self._held.callback(self.groups.close)
             self.stream.close()
+        for text in self.run.redaction.told():
+            logger.warning("%s", text)
 
 
 def open_controller(

@@ -170,7 +170,7 @@ class Redaction:
         """A sentence about rules that have hidden nothing, where there are some."""
         if not (self.unused and self.characters):
             return []
-        return [f"rules of redaction that found nothing: {', '.join(self.unused)}"]
+        return [f"rules of redaction found nothing in what was shown: {', '.join(self.unused)}"]
 
     def check_something_left(self) -> None:
         """Raise `ConfigError` where there were texts of episodes, and nothing is left of any."""

@@ -45,6 +45,9 @@ def compare_runs(runs: Sequence[str], runs_directory: str, html: Path | None, pr
     written = _write(found, html) if html is not None else ""
     console = make_console()
     _print(found, prompts, console)
+    for run in recorded:
+        for text in run.redaction.told():
+            console.print(f"{run.label}: {text}", style="yellow")
     if written:
         console.print(f"\n{written}")
 

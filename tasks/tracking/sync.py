@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from earl_core.config import RunConfig, dump_config
+from earl_core.config import ConfigError, RunConfig, dump_config
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged
 from earl_core.run.kept_episodes import read_episodes
-from earl_core.secrets import shareable
+from earl_core.secrets import shareable, shareable_tree
 from tasks.reports.chart import selector_chart
 from tasks.tracking.inputs import played_inputs
 from tasks.tracking.metric_catalogue import described, for_mlflow
@@ -61,7 +61,7 @@ def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
     things that were sent."""
     tags = {SENT: json.dumps({**sent, "past": _past(run)}, sort_keys=True)}
     reasons = _plan(run, sent.get("metrics", -1)).get("reasons", {})
-    tags |= {f"plan.{stage}": str(reason) for stage, reason in reasons.items()}
+    tags |= {f"plan.{stage}": shareable(str(reason)) for stage, reason in reasons.items()}
     stable = run.last_stable()
     if stable >= 0:
         tags["checkpoint"] = str(run.checkpoint_path(stable).resolve())
@@ -200,7 +200,7 @@ def _new_layout(run: RunDirectory, iteration: int) -> Send | None:
     plan, before = _plan(run, iteration), _plan(run, iteration - 1)
     if all(plan.get(part) == before.get(part) for part in ("stages", "policy")):
         return None
-    text = json.dumps(plan, indent=1)
+    text = json.dumps(shareable_tree(plan), indent=1)
     return lambda mlflow: mlflow.log_text(text, f"plans/{iteration:06d}.json")
 
 
@@ -217,7 +217,8 @@ def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send |
     try:
         episodes = read_episodes(path, run.redaction, most) if most else []
         seconds = path.stat().st_mtime if episodes else 0.0
-    except (EpisodesDamaged, FileNotFoundError) as error:
+        run.redaction.check_something_left()
+    except (EpisodesDamaged, FileNotFoundError, ConfigError) as error:
         logger.warning("iteration %d is not traced: %s", iteration, error)
         return None
     tools = _with_tools(run.config)

@@ -34,7 +34,7 @@ class StageSeconds(NamedTuple):
 class Compared:
     """Runs side by side. labels: how people call them. settings: those that differ, as texts, by
     dotted name. seconds: by stage, None where a run has not that stage. prompts: that all have
-    played. damaged: what is wrong with files that could not be read, or with rules of redaction."""
+    played. damaged: what is wrong with files that could not be read."""
 
     labels: list[str]
     records: list[RunRecords]
@@ -59,7 +59,6 @@ def compare(
     prompts, damaged = equal_prompts(runs, most_prompts, most_episodes)
     for run in runs:
         run.redaction.check_something_left()
-        damaged += [f"{run.label}: {text}" for text in run.redaction.told()]
     settings = differing_settings([run.config for run in runs])
     shown = {name: [_text(value) for value in values] for name, values in settings.items()}
     iterations = [each[0] for each in lines]

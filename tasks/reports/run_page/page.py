@@ -43,13 +43,15 @@ _TIME = "%Y-%m-%d %H:%M"
 
 
 class Written(NamedTuple):
-    """A page: its file, its bytes, how many episodes it lists and shows with text and tokens."""
+    """A page: its file, its bytes, how many episodes it lists and shows with text and tokens. told:
+    sentences for whoever makes it."""
 
     path: Path
     bytes: int
     episodes: int
     with_texts: int
     with_tokens: int
+    told: list[str]
 
 
 def write_page(
@@ -75,11 +77,10 @@ def write_page(
     counts = len(shown), sum(level > 0 for level in shown), sum(level > 1 for level in shown)
     notes = [
         _how_many(*counts, _why_no_tokens(tokens, redaction)),
-        *redaction.told(),
         *packed.damaged,
     ]
     data = {**_told(records), "notes": shareable_tree(notes), "tools": _tool_patterns(records)}
-    return Written(output, write(output, _filled(data, packed)), *counts)
+    return Written(output, write(output, _filled(data, packed)), *counts, redaction.told())
 
 
 def _told(records: RunRecords) -> dict[str, Any]:
