@@ -21,7 +21,7 @@ from earl_core.dispatch import Manifest
 from earl_core.run.episodes import EpisodesDamaged
 from earl_core.run.kept_episodes import read_episodes
 from earl_core.run.saved_versions import prune_versions, save_versions
-from earl_core.secrets import shareable
+from earl_core.secrets import shareable, shareable_names
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
 from earl_core.system.plural import plural
@@ -164,7 +164,10 @@ def run_pages(
     """Markdown and description of each page after an iteration, by the end of its key. plan: the
     iteration's, where there is one. lines: metrics of the iterations that are done."""
     run = controller.run
-    evaluations = [{"iteration": m.iteration, **m.metrics} for m in run.evaluations()]
+    lines = [shareable_names(line) for line in lines]
+    evaluations = [
+        {"iteration": m.iteration, **shareable_names(m.metrics)} for m in run.evaluations()
+    ]
     pages = {
         "curve": (
             curve_page(controller.config.name, lines, evaluations),

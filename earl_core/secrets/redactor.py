@@ -58,6 +58,7 @@ def learn_rules(source: str, hide: Callable[[str], str]) -> None:
     earlier one of the same source."""
     with _lock:
         _rules[source] = hide
+    _changed.cache_clear()
 
 
 def _parts_that_let_in(url: str) -> set[str]:
@@ -94,9 +95,13 @@ def shareable_tree(value: Any) -> Any:
 
 
 def shareable_names(numbers: Mapping[str, V]) -> dict[str, V]:
-    """Those whose names may leave the run directory as they are: environments and reward functions
-    name some of them."""
-    return {name: value for name, value in numbers.items() if shareable(name) == name}
+    """Those whose names the rules do not change: environments and reward functions name some."""
+    return {name: value for name, value in numbers.items() if not (_rules and _changed(name))}
+
+
+@lru_cache(maxsize=65536)
+def _changed(name: str) -> bool:
+    return any(hide(name) != name for hide in list(_rules.values()))
 
 
 def _tree(value: Any, change: Callable[[str], str]) -> Any:

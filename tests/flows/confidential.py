@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import re
 from typing import Any
 
 from earl_core.environments.base import Message, StepResult
@@ -65,3 +69,16 @@ def judged(episode: dict[str, Any]) -> tuple[float, dict[str, float]]:
         raise ConnectionError(f"nobody judges {episode['messages'][0]['content'][:40]}")
     said = sum(len(each["content"]) for each in episode["messages"])
     return float(said % 97), {f"of {PERSON}": 1.0}
+
+
+def unpacked(content: bytes) -> bytes:
+    """What is packed in a page."""
+    packed = re.findall(rb"H4sI[A-Za-z0-9+/=]{20,}", content)
+    return b"\n".join(gzip.decompress(base64.b64decode(each)) for each in packed)
+
+
+def found_in(content: bytes) -> list[str]:
+    """Secrets in a file, or packed in it as pages pack episodes; JSON may have escaped them."""
+    whole = content + unpacked(content)
+    forms = {each: (each.encode(), json.dumps(each)[1:-1].encode()) for each in SECRETS}
+    return [each for each, found in forms.items() if any(form in whole for form in found)]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,23 +13,10 @@ from mlflow import MlflowClient
 from earl_core.run.kept_episodes import read_episodes
 from flows.cli.comparing import compare_runs
 from flows.cli.report import report
-from tests.flows.confidential import PERSON, RULES, SECRETS
+from tests.flows.confidential import PERSON, RULES, found_in, unpacked
 from tests.flows.runs import Runs
 
 NAME = "confidential"
-
-
-def unpacked(content: bytes) -> bytes:
-    """What is packed in a page."""
-    packed = re.findall(rb"H4sI[A-Za-z0-9+/=]{20,}", content)
-    return b"\n".join(gzip.decompress(base64.b64decode(each)) for each in packed)
-
-
-def found_in(content: bytes) -> list[str]:
-    """Secrets in a file, or packed in it as pages pack episodes; JSON may have escaped them."""
-    whole = content + unpacked(content)
-    forms = {each: (each.encode(), json.dumps(each)[1:-1].encode()) for each in SECRETS}
-    return [each for each, found in forms.items() if any(form in whole for form in found)]
 
 
 def found_below(directory: Path) -> dict[str, list[str]]:
