@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from earl_core.run.episodes import read_samples
 from earl_core.secrets.rules import Redaction
 from earl_core.trajectory.samples import OPPONENT_ROLE, transcript
 
-_ALWAYS = ("episode_id", "environment", "texts", "turn_rewards", "role")
+_LISTS = ("texts", "turn_rewards")
+_ALWAYS = ("episode_id", "environment", *_LISTS, "role")
 _JSON = ("scores", "scoring")
 _SHOWN = ("episode_id", "prompt_id", "environment", "outcome", "finish_reason", "reward")
 _COUNTED = ("turn_starts", "loss_mask", "rollout_logprobs")
@@ -50,8 +51,8 @@ def own_samples(samples: pa.Table) -> pa.Table:
 def kept_episodes(
     path: Path,
     redaction: Redaction | None,
-    fields: Iterable[str],
-    columns: Iterable[str] = (),
+    fields: Sequence[str],
+    columns: Sequence[str] = (),
     most: int | None = None,
 ) -> KeptEpisodes:
     """The first `most` episodes of a file (None: all).
@@ -59,27 +60,19 @@ def kept_episodes(
     redaction: what they pass, where they leave the run directory; None: they stay. fields: of an
     episode; columns: further ones of its samples. Raises `FileNotFoundError`, `EpisodesDamaged`.
     """
-    fields = tuple(fields)
     samples = own_samples(read_samples(path, most, (*_ALWAYS, *fields, *columns)))
-    said = [samples[name].to_pylist() for name in ("environment", "texts", "turn_rewards")]
-    known = {name: samples[name].to_pylist() for name in fields}
+    known = {name: samples[name].to_pylist() for name in {*_LISTS, "environment", *fields}}
     ids = samples["episode_id"].to_numpy()
     starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)).tolist()
     episodes = []
     for start, stop in itertools.pairwise([*starts, len(ids)]):
-        labels, texts, rewards = (column[start:stop] for column in said)
-        episode = {name: column[start] for name, column in known.items()}
-        for name in _JSON:
-            if name in episode:
-                episode[name] = json.loads(episode[name]) if episode[name] else None
-        episode |= {
-            "iteration": int(path.parent.name),
-            "texts": list(itertools.chain(*texts)),
-            "turn_rewards": list(itertools.chain(*rewards)),
-            "rows": range(start, stop),
-        }
-        first = "\n".join([labels[0], *episode["texts"][:1]])
+        episode: dict[str, Any] = {name: known[name][start] for name in fields}
+        episode |= {name: json.loads(episode[name] or "null") for name in _JSON if name in episode}
+        for name in _LISTS:
+            episode[name] = list(itertools.chain(*known[name][start:stop]))
+        first = "\n".join([known["environment"][start], *episode["texts"][:1]])
         episode["begins"] = xxhash.xxh3_64_intdigest(first.encode())
+        episode |= {"iteration": int(path.parent.name), "rows": range(start, stop)}
         episodes.append(episode if redaction is None else redaction.episode(episode))
     return KeptEpisodes(samples, episodes)
 

@@ -197,7 +197,7 @@ class RedactedStream:
 
     def write(self, text: str) -> int:
         """Write the redacted text; the length that was asked for, as callers expect."""
-        self._stream.write(shareable(text))
+        self._stream.write(redact(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
