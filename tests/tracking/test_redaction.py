@@ -17,6 +17,7 @@ from earl_core.run.kept_episodes import read_episodes
 from earl_core.secrets import redact_error, redactor
 from earl_core.system.errors import EarlError
 from flows.cli.comparing import compare_runs
+from flows.cli.exporting import export
 from flows.cli.report import report
 from flows.cli.training import preflight
 from tests.flows.confidential import ALIKE, CARD, NUMBER, PERSON, PLAN, RULES, found_in, unpacked
@@ -93,6 +94,8 @@ def test_planted_secrets_are_in_no_page_and_no_trace(
     compare_runs([str(run.path), str(other.path)], "", page, prompts=1)
     assert found_in(page.read_bytes()) == []
     assert b"(turn dropped)" in unpacked(page.read_bytes())
+    export(str(run.path), "", "episodes", "last", runs.path / "episodes.jsonl")
+    assert found_in((runs.path / "episodes.jsonl").read_bytes()) == []
     printed = capsys.readouterr().out
     assert "rules of redaction found nothing in what was shown: word 3" in printed
     assert found_in(printed.encode()) == []
