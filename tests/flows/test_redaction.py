@@ -11,6 +11,7 @@ import pytest
 from mlflow import MlflowClient
 
 from earl_core.run.kept_episodes import read_episodes
+from earl_core.secrets import redactor
 from flows.cli.comparing import compare_runs
 from flows.cli.report import report
 from tests.flows.confidential import PERSON, RULES, found_in, unpacked
@@ -34,6 +35,8 @@ def test_what_rules_hide_leaves_the_run_by_no_way(
     rules.write_text(RULES)
     runs.environment["EARL_TEST_REDACTION_KEY"] = "a long key"
     monkeypatch.setenv("EARL_TEST_REDACTION_KEY", "a long key")
+    # What this process learns for the pages is not for the next test.
+    monkeypatch.setattr(redactor, "_rules", {})
     settings = (
         f"name={NAME}", "environment.name=tests.flows.confidential:Office",
         "environment.options={raising: [0]}", "rollout.max_failed_share=1.0",
