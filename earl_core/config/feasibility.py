@@ -44,11 +44,10 @@ def configured(
         return given._replace(replicas=given.replicas * hardware.hosts // fewest)
 
     engines, mesh = laid_out(0, "rollout"), laid_out(1, "update")
-    share, cores = stages.placed.threads, hardware.cpu_cores
     of_host = [most_on_a_host(each, hardware.hosts) for each in (engines, mesh)]
-    of_engine = rollout.threads // engines.tensor_parallel
-    of_engine = of_engine or share(cores, "rollout", *of_host)
-    of_rank = update.threads or share(cores, "update", *of_host)
+    shares = stages.placed.threads(hardware.cpu_cores, *of_host)
+    of_engine = rollout.threads // engines.tensor_parallel or shares[0]
+    of_rank = update.threads or shares[1]
     return (
         engines._replace(threads=of_engine, max_running_requests=rollout.max_running_requests),
         mesh._replace(
@@ -160,28 +159,26 @@ def expert_problem(model: ModelShape, degree: int) -> str:
 
 def check_devices(config: RunConfig, hardware: Hardware) -> None:
     """Raise `ConfigError` when stage deployments need more devices than there are."""
-    stages = config.stages
-    placement = stages.division.placement
-    if placement == "shared" and hardware.gpus:
-        raise ConfigError(
-            "stages.placement `shared` has engine and trainer in the memory of the same devices at "
-            "the same time, which is not divided between them on GPUs: use `separate` or "
-            "`colocated`"
-        )
+    stages, there = config.stages, hardware.devices_per_host
+    placed, placement = stages.placed, stages.division.placement
+    placed.check(there, hardware.gpus > 0)
     unit = "GPUs" if hardware.gpus else "CPU cores"
     for key, iteration in stages.steps():
         rollout, update = configured(stages, config.rollout, config.update, hardware, iteration)
         of_host = [most_on_a_host(each, hardware.hosts) for each in (rollout, update)]
-        needed = stages.placed.devices(*of_host)
-        if needed > hardware.devices_per_host:
+        if not placed.fits(there, *of_host):
             where = "this machine" if hardware.hosts == 1 else f"each of {hardware.hosts} hosts"
+            given = [len(side) for side in placed.sides(there, *of_host)]
+            short = f"which has {given[0]} and {given[1]} devices for them"
+            if needed := placed.needed(*of_host, least=there + 1):
+                short = f"which need {needed} devices"
             raise ConfigError(
                 f"{key} asks for {rollout.replicas} engines on {rollout.ranks} devices and for "
-                f"{update.ranks} ranks, {placement}, which need {needed} devices; {where} "
-                f"has {hardware.devices_per_host} {unit}: lower a degree"
+                f"{update.ranks} ranks, {placement}, {short}; {where} has {there} {unit}: lower a "
+                "degree"
                 + ("" if placement == "colocated" else ", or set stages.placement=colocated")
             )
-        together = stages.placed.devices(1, 1) > 1
+        together = not placed.overlaps(there)
         cores = hardware.cpu_cores * hardware.hosts
         wanted = rollout.threads * rollout.ranks + update.threads * update.ranks
         if together and wanted > max(cores, rollout.ranks + update.ranks):

@@ -12,20 +12,19 @@ from hypothesis import strategies as st
 from earl_core.cluster.placed_rank import build
 from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
-from earl_core.deployment.placement import PLACEMENTS, Assignment
+from earl_core.deployment.placement import PLACEMENTS, Assignment, find_placement
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import PLACED
 from earl_core.system.errors import ConfigError
 from earl_core.system.hardware import HostResources
 
-COLOCATED, SEPARATE = PLACEMENTS["colocated"], PLACEMENTS["separate"]
+COLOCATED, SEPARATE = find_placement("colocated"), find_placement("separate")
 EIGHT = HostResources(cores=tuple(range(8)), gpus=8)
 
 
 def test_colocated_stages_use_all_devices_in_turn() -> None:
-    assert COLOCATED.devices(2, 4) == 4
-    assert COLOCATED.threads(8, "rollout", 2, 4) == 4
-    assert COLOCATED.threads(8, "update", 2, 4) == 2
+    assert COLOCATED.needed(2, 4) == 4
+    assert COLOCATED.threads(8, 2, 4) == (4, 2)
     two_engines = StageDeployment("rollout", 2, 2)
     assert COLOCATED.place(two_engines, 1, EIGHT) == Assignment((2, 3), (2, 3))
     mesh = StageDeployment("update", shard=4, threads=2)
@@ -38,8 +37,8 @@ def test_colocated_stages_use_all_devices_in_turn() -> None:
 
 
 def test_separate_stages_have_their_own() -> None:
-    assert SEPARATE.devices(2, 4) == 6
-    assert SEPARATE.threads(8, "rollout", 2, 4) == SEPARATE.threads(8, "update", 2, 4) == 1
+    assert SEPARATE.needed(2, 4) == 6
+    assert SEPARATE.threads(8, 2, 4) == (1, 1)
     engine = StageDeployment("rollout", tensor_parallel=2, threads=2)
     assert SEPARATE.place(engine, 0, EIGHT) == Assignment((0, 1, 2, 3), (0, 1))
     mesh = StageDeployment("update", shard=2, threads=2)
@@ -57,11 +56,11 @@ def test_separate_stages_have_their_own() -> None:
 def test_what_works_at_the_same_time_shares_nothing(
     name: str, engines: int, width: int, ranks: int, cores: int
 ) -> None:
-    placement = PLACEMENTS[name]
+    placement = find_placement(name)
     devices = engines * width
-    needed = placement.devices(devices, ranks)
+    needed = placement.needed(devices, ranks)
     site = HostResources(tuple(range(cores)), needed)
-    threads = [placement.threads(cores, role, devices, ranks) for role in ("rollout", "update")]
+    threads = placement.threads(cores, devices, ranks)
     rollout = StageDeployment("rollout", engines, width, threads=threads[0])
     places = [placement.place(rollout, member, site) for member in range(engines)]
     if name == "separate":
