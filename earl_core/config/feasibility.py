@@ -170,7 +170,7 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
             where = "this machine" if hardware.hosts == 1 else f"each of {hardware.hosts} hosts"
             given = [len(side) for side in placed.sides(there, *of_host)]
             short = f"which has {given[0]} and {given[1]} devices for them"
-            if needed := placed.needed(*of_host, least=there + 1):
+            if needed := placed.needed(of_host[0], of_host[1], there + 1):
                 short = f"which need {needed} devices"
             raise ConfigError(
                 f"{key} asks for {rollout.replicas} engines on {rollout.ranks} devices and for "

@@ -284,10 +284,10 @@ def spread(
     unit, each = _units(deployment, len(hosts))
     units = deployment.ranks // unit
 
-    def assigned(host: int, replicas: int, member: int = 0, **mesh: int) -> Assignment:
+    def assigned(host: int, replicas: int, shard: int, member: int = 0) -> Assignment:
         if deployment.stage not in PLACED:
             return Assignment()
-        here = deployment._replace(replicas=replicas, **mesh)
+        here = deployment._replace(replicas=replicas, shard=shard)
         given = placement.place(here, member, hosts[host])
         if given.cores or len(hosts) == 1:
             return given
@@ -296,11 +296,11 @@ def spread(
 
     if deployment.stage == "rollout":
         host, member = divmod(member, each)
-        return ((host, assigned(host, min(each, units - host * each), member)),)
+        return ((host, assigned(host, min(each, units - host * each), 1, member)),)
     places: list[Place] = []
     for host in range(math.ceil(units / each)):
         count = min(each, units - host * each)
-        places += [(host, assigned(host, count, shard=1))] * (count * unit)
+        places += [(host, assigned(host, count, 1))] * (count * unit)
     return tuple(places)
 
 

@@ -24,7 +24,7 @@ import xxhash
 
 from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.shards.manifest import ColumnRange, ManifestError, ShardEntry, Span
-from earl_core.dispatch.shards.skeleton import END_OF_STREAM, Skeleton
+from earl_core.dispatch.shards.skeleton import END_OF_STREAM, Skeleton, make_skeleton
 from earl_core.system.processes import host_name
 
 _ROW_IDS = "sample_id"
@@ -307,3 +307,31 @@ def in_background(job: Callable[[], str]) -> Future[str]:
     """Run `job`, which fills a table and returns its checksum, after those before it."""
     fresh = ThreadPoolExecutor(1, thread_name_prefix="checksums")
     return _threads.setdefault(os.getpid(), fresh).submit(job)
+
+
+def described(
+    schema: pa.Schema, ids: np.ndarray, lengths: Mapping[str, np.ndarray], host: str, file: str
+) -> ShardEntry:
+    """The entry that a shard of such rows would have, of which nothing is written: what a plan
+    needs to know of one.
+
+    ids: int64 sample_ids, ascending. lengths: int64 elements of each row, for every list and string
+    column. file: as `SHARD_PATTERN` has it.
+    """
+    skeleton = make_skeleton(schema, len(ids), lengths, {})
+    table = table_bytes(skeleton.body[1])
+    size = skeleton.least_bytes(table)
+    return ShardEntry(
+        host=host,
+        file=file,
+        bytes=size,
+        generation=0,
+        rows=len(ids),
+        row_ids=tuple(ids.tolist()),
+        axes={axis: tuple(each.tolist()) for axis, each in skeleton.axes.items()},
+        columns=skeleton.columns,
+        body=skeleton.body,
+        checksums=skeleton.table(size, table),
+        block_bytes=BLOCK_BYTES,
+        checksum="0" * 16,
+    )
