@@ -189,6 +189,18 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
             )
 
 
+def answers_of_placement(config: RunConfig, hardware: Hardware, iteration: int) -> str:
+    """Return what a placement of the user's own answers in an iteration, so that a plan can be told
+    from one that an older version of it made; empty for one of EARL's."""
+    placed = config.stages.placed
+    if not placed.own:
+        return ""
+    both = configured(config.stages, config.rollout, config.update, hardware, iteration)
+    of_host = [most_on_a_host(each, hardware.hosts) for each in both]
+    cores, there = hardware.cpu_cores, hardware.devices_per_host
+    return placed.answers(there, cores, of_host[0], of_host[1])
+
+
 def layout_problems(
     model: ModelShape, deployment: StageDeployment
 ) -> Iterator[tuple[str, int, str]]:

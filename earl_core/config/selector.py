@@ -8,8 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.stages import StagesConfig
-from earl_core.deployment.placement import PLACEMENTS
 from earl_core.deployment.stages import STAGES, Selectable
+from earl_core.system.import_path import is_foreign
 from earl_core.system.settings import Place, Settings
 
 VARIABLE_FIELDS = (
@@ -176,7 +176,7 @@ class SelectorConfig(Settings):
             )
         if stages.division.placement == "colocated":
             return
-        if stages.division.placement not in PLACEMENTS:
+        if is_foreign(stages.division.placement):
             raise ValueError(
                 f"stages.placement {stages.placement!r} is one of your own, of which no other "
                 "selector.policy than `fixed` predicts anything: set it to `fixed`"

@@ -57,9 +57,9 @@ _WRITTEN = {
 
 
 class Move(NamedTuple):
-    """Columns of one stage that another one reads. here: bytes that are mapped where they lie.
-    received: bytes that come from other hosts. reads: how often that is done in an iteration; the
-    bytes are of all together."""
+    """Columns of one stage that another one reads, or the weights. here: bytes that are mapped
+    where they lie. received: bytes that come from other hosts. reads: plans by which that is done
+    in an iteration; the bytes are of all together."""
 
     to: str
     of: str
@@ -67,6 +67,12 @@ class Move(NamedTuple):
     here: int
     received: int
     reads: int = 1
+
+    @property
+    def ways(self) -> list[str]:
+        """The ways that these bytes take."""
+        remote = "collectives of the update's ranks" if self.of == "publish" else "TCP range server"
+        return [*(["shared memory"] if self.here else []), *([remote] if self.received else [])]
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,18 @@ class Reader:
             groups = self._groups(sources.rows)
         link = self.site.plan.link_bytes(stage)
         yield training_plan(sources, deployment, hosts, self.cost, groups, split, link)
+
+    def weights(self, version: int) -> Move:
+        """The way of a published version of so many bytes to the engines: the ranks of the update
+        write it into the shared memory of their host, where engines map it; what the ranks of a
+        host lack they get from others."""
+        ranks, mesh = self.site.hosts_of("publish"), self.site.deployment("publish")
+        each, received = mesh.ranks // mesh.replicas, 0
+        for host in dict.fromkeys(ranks):
+            held = {rank % each for rank, name in enumerate(ranks) if name == host}
+            received += version * (each - len(held)) // each
+        engines = len(set(self.site.hosts_of("rollout")))
+        return Move("next rollout", "publish", ("weights",), version * engines, received)
 
     def moves(self, manifests: Mapping[str, Manifest]) -> list[Move]:
         """What the stages read of these manifests, stage by stage, source by source."""

@@ -182,6 +182,17 @@ class CheckedPlacement:
             )
         return not first
 
+    @property
+    def own(self) -> bool:
+        """True for one of the user's."""
+        return self.name not in PLACEMENTS
+
+    def answers(self, count: int, cores: int, rollout: int, update: int) -> str:
+        """All that it says of a host: of a plan that was made by it, as much as a name says of one
+        of EARL's. count: devices."""
+        sides = [self.sides(count), self.sides(count, rollout, update)]
+        return repr((sides, self.threads(cores, rollout, update), *map(self.gives_way, PLACED)))
+
     def check(self, count: int, gpus: bool) -> None:
         """Raise `ConfigError` where both sides would have the memory of the same GPUs at the same
         time. count: devices of a host."""
@@ -190,7 +201,7 @@ class CheckedPlacement:
                 f"stages.placement `{self.name}` has engine and trainer in the memory of the same "
                 "devices at the same time, which is not divided between them on GPUs: use "
                 "`separate` or `colocated`"
-                + ("" if self.name in PLACEMENTS else ", or have the two give way to each other")
+                + (", or have the two give way to each other" if self.own else "")
             )
 
     def place(self, deployment: StageDeployment, member: int, site: HostResources) -> Assignment:
