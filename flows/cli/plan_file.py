@@ -18,6 +18,7 @@ from earl_core.control.device_figures import with_cores, with_figures
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
 from earl_core.control.selector_policy import settled
+from earl_core.control.shared_memory_need import version_bytes
 from earl_core.control.stage_moves import Move, Reader, expected_manifests
 from earl_core.control.stage_places import Seat, Site
 from earl_core.control.teachers import find_teachers, reference_shapes
@@ -161,6 +162,8 @@ def explanation(
         names = [f"host-{number}" for number in range(hardware.hosts)]
         resources = [_resources(hardware)] * hardware.hosts
     version = given.rollout.value_bytes * given.model.trained_parameters
+    if not model:
+        version = version_bytes(settings)
     return Explanation(given, Site(settings, plan, names, resources), loads(given)[0], version)
 
 
