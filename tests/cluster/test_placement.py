@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,11 +13,22 @@ from hypothesis import strategies as st
 from earl_core.cluster.placed_rank import build
 from earl_core.cluster.rank_process import WorkerContext
 from earl_core.cluster.worker_group import WorkerGroup
-from earl_core.deployment.placement import PLACEMENTS, Assignment, find_placement
+from earl_core.config import parse_config
+from earl_core.config.code import named_code
+from earl_core.config.feasibility import check_devices
+from earl_core.deployment.placement import (
+    PLACEMENTS,
+    Assignment,
+    CheckedPlacement,
+    find_placement,
+)
+from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.deployment.stages import PLACED
 from earl_core.system.errors import ConfigError
 from earl_core.system.hardware import HostResources
+from earl_core.system.import_path import looking
+from tests.config.test_config import with_
 
 COLOCATED, SEPARATE = find_placement("colocated"), find_placement("separate")
 EIGHT = HostResources(cores=tuple(range(8)), gpus=8)
@@ -146,3 +158,99 @@ def test_a_plan_that_torch_contradicts_is_an_error(
         return
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+class _Own:
+    """A placement of somebody's own, as `separate` on two devices unless it is told otherwise."""
+
+    def __init__(self, devices: Any = ((0,), (1,)), threads: Any = (1, 1), ways: Any = ()) -> None:
+        self._devices, self._threads, self._ways = devices, threads, ways
+
+    def devices(self, count: int, rollout: int | None, update: int | None) -> Any:
+        if isinstance(self._devices, Exception):
+            raise self._devices
+        return self._devices
+
+    def threads(self, cores: int, rollout: int, update: int) -> Any:
+        return self._threads
+
+    def gives_way(self, role: str) -> Any:
+        return self._ways.get(role, ()) if isinstance(self._ways, dict) else self._ways
+
+
+GOOD = _Own()
+IN_TURN = _Own(((0, 1), (1, 0)), ways={"rollout": ["update"], "update": ("rollout",)})
+TOGETHER = _Own(((0, 1), (1, 0)))
+RAISES = _Own(ZeroDivisionError("no host"))
+TWICE = _Own(((0, 0), (1,)))
+BEYOND = _Own(((0,), (2,)))
+NUMBERS = _Own((1, 1))
+FEW = _Own(((0,), ()))
+NO_THREADS = _Own(threads=(0, 1))
+NOBODY = _Own(ways=("engines",))
+ONE_SIDED = _Own(ways={"rollout": ("update",)})
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "words"),
+    [
+        ("GOOD", 2, ""),
+        ("IN_TURN", 2, ""),
+        ("TOGETHER", 0, ""),
+        ("TOGETHER", 2, "the memory of the same devices .* or have the two give way to each other"),
+        (
+            "RAISES",
+            2,
+            r"devices\(2, None, None\) raises ZeroDivisionError: no host: have it",
+        ),
+        ("TWICE", 2, r"gives the engines the devices \[0, 0\]: return different numbers from 0"),
+        (
+            "BEYOND",
+            2,
+            r"gives the training the devices \[2\]: return different numbers from",
+        ),
+        ("NUMBERS", 2, r"is \(1, 1\): return two sequences of device numbers"),
+        ("FEW", 2, "which has 1 and 0 devices for them; this machine has 2 GPUs: lower a degree"),
+        ("NO_THREADS", 2, r"threads\(4, 1, 1\) is \(0, 1\): return two numbers of threads"),
+        ("NOBODY", 2, r"gives_way\('rollout'\) is \('engines',\): return a tuple with some of"),
+        ("ONE_SIDED", 2, r"gives_way\('update'\) has no rollout: have both make room"),
+        ("Where", 2, "without the functions .*: name an object with the functions devices, thr"),
+        ("_Own", 2, "is a class, and no object: name an object with the functions devices"),
+        ("nowhere", 2, "cannot be imported: AttributeError: .*: check the path"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_a_run(name: str, gpus: int, words: str) -> None:
+    config = parse_config(with_(stages={"placement": f"tests.cluster.test_placement:{name}"}))
+    hardware = Hardware(cpu_cores=4, memory_bytes=2**33)
+    if gpus:
+        hardware = hardware.model_copy(update={"gpus": gpus, "gpu_memory_bytes": 2**33})
+    if not words:
+        check_devices(config, hardware)
+        return
+    with pytest.raises(ConfigError, match=words) as raised:
+        check_devices(config, hardware)
+    assert "\n" not in str(raised.value)
+
+
+def test_one_of_ones_own_is_for_fixed_and_not_imported_by_who_only_looks() -> None:
+    own = "tests.cluster.test_placement:GOOD"
+    stages = {"placement": own}
+    with pytest.raises(ConfigError, match=r"of which no other selector\.policy than `fixed`"):
+        parse_config(with_(stages=stages, selector={"policy": "live_tokens"}))
+    with pytest.raises(ConfigError, match=r"give an import path package\.module:object"):
+        parse_config(with_(stages={"placement": "seperate"}))
+    config = parse_config(with_(stages=stages))
+    assert named_code(config)["stages.placement"] == own
+    find_placement.cache_clear()
+    with looking(), pytest.raises(ConfigError, match="code that a run file names"):
+        check_devices(config, Hardware(cpu_cores=4, memory_bytes=2**33))
+
+
+def test_the_side_with_the_lower_devices_has_the_first_cores() -> None:
+    placement = CheckedPlacement("mine", _Own(((3, 2), (0, 1))))
+    site = HostResources(cores=tuple(range(8)), gpus=4, first_gpu=4)
+    engines = StageDeployment("rollout", 2)
+    assert [placement.place(engines, member, site).gpus for member in (0, 1)] == [(7,), (6,)]
+    assert [placement.place(engines, member, site).cores for member in (0, 1)] == [(6,), (7,)]
+    mesh = StageDeployment("update", 2, threads=2)
+    assert placement.place(mesh, 0, site) == Assignment((0, 1, 2, 3), (4, 5))
