@@ -8,7 +8,7 @@ from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.deployment.placement import most_on_a_host
+from earl_core.deployment.placement import hosts_of, most_on_a_host
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.errors import ConfigError
@@ -161,7 +161,6 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
     """Raise `ConfigError` when stage deployments need more devices than there are."""
     stages, there = config.stages, hardware.devices_per_host
     placed, placement = stages.placed, stages.division.placement
-    placed.check(there, hardware.gpus > 0)
     unit = "GPUs" if hardware.gpus else "CPU cores"
     for key, iteration in stages.steps():
         rollout, update = configured(stages, config.rollout, config.update, hardware, iteration)
@@ -178,6 +177,14 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
                 "degree"
                 + ("" if placement == "colocated" else ", or set stages.placement=colocated")
             )
+        players, learners = (hosts_of(each, hardware.hosts) for each in (rollout, update))
+        if players > learners and config.cluster.backend != "local":
+            raise ConfigError(
+                f"{key} has engines on {players} hosts and ranks of the update on {learners}: "
+                "weights are published on the hosts of these ranks alone",
+                remedy=f"have {players} replicas of the update or more, or fewer engines",
+            )
+        placed.check(there, of_host[0], of_host[1], hardware.gpus > 0)
         together = not placed.overlaps(there)
         cores = hardware.cpu_cores * hardware.hosts
         wanted = rollout.threads * rollout.ranks + update.threads * update.ranks

@@ -132,9 +132,15 @@ class CheckedPlacement:
         return engines, training
 
     def fits(self, count: int, rollout: int, update: int) -> bool:
-        """Tell whether both sides have the devices of a host that they ask for."""
-        engines, training = self.sides(count, rollout, update)
-        return len(engines) >= rollout and len(training) >= update
+        """Tell whether both sides have the devices of a host that they ask for, together and, as
+        groups are placed, each by itself."""
+        both = (self.sides(count, rollout, update), self._taken(count, rollout, update))
+        return all(len(own[0]) >= rollout and len(own[1]) >= update for own in both)
+
+    def _taken(self, count: int, rollout: int, update: int) -> Sides:
+        """The devices that `place` gives to both sides."""
+        engines, training = self.sides(count, rollout)[0], self.sides(count, None, update)[1]
+        return engines[:rollout], training[:update]
 
     def needed(self, rollout: int, update: int, least: int = 1) -> int:
         """The fewest devices of a host, from `least` on, on which both sides have what they ask
@@ -193,10 +199,11 @@ class CheckedPlacement:
         sides = [self.sides(count), self.sides(count, rollout, update)]
         return repr((sides, self.threads(cores, rollout, update), *map(self.gives_way, PLACED)))
 
-    def check(self, count: int, gpus: bool) -> None:
+    def check(self, count: int, rollout: int, update: int, gpus: bool) -> None:
         """Raise `ConfigError` where both sides would have the memory of the same GPUs at the same
-        time. count: devices of a host."""
-        if self.side_by_side and gpus and self.overlaps(count):
+        time. count: devices of a host, on which the sides fit."""
+        engines, training = self._taken(count, rollout, update)
+        if self.side_by_side and gpus and not set(engines).isdisjoint(training):
             raise ConfigError(
                 f"stages.placement `{self.name}` has engine and trainer in the memory of the same "
                 "devices at the same time, which is not divided between them on GPUs: use "
@@ -319,6 +326,11 @@ def most_on_a_host(deployment: StageDeployment, hosts: int) -> int:
     """Ranks of the stage on the host that has most of them."""
     unit, each = _units(deployment, hosts)
     return unit * each
+
+
+def hosts_of(deployment: StageDeployment, hosts: int) -> int:
+    """Hosts that have ranks of the stage, of so many."""
+    return math.ceil(deployment.ranks / most_on_a_host(deployment, hosts))
 
 
 def _units(deployment: StageDeployment, hosts: int) -> tuple[int, int]:

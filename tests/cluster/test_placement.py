@@ -169,6 +169,8 @@ class _Own:
     def devices(self, count: int, rollout: int | None, update: int | None) -> Any:
         if isinstance(self._devices, Exception):
             raise self._devices
+        if callable(self._devices):
+            return self._devices(rollout, update)
         return self._devices
 
     def threads(self, cores: int, rollout: int, update: int) -> Any:
@@ -180,7 +182,8 @@ class _Own:
 
 GOOD = _Own()
 IN_TURN = _Own(((0, 1), (1, 0)), ways={"rollout": ["update"], "update": ("rollout",)})
-TOGETHER = _Own(((0, 1), (1, 0)))
+HIDDEN = _Own(lambda rollout, update: ((1,), (1,)) if None in (rollout, update) else ((0,), (1,)))
+TOGETHER = _Own(((0, 1), (0, 1)))
 RAISES = _Own(ZeroDivisionError("no host"))
 TWICE = _Own(((0, 0), (1,)))
 BEYOND = _Own(((0,), (2,)))
@@ -197,11 +200,12 @@ ONE_SIDED = _Own(ways={"rollout": ("update",)})
         ("GOOD", 2, ""),
         ("IN_TURN", 2, ""),
         ("TOGETHER", 0, ""),
+        ("HIDDEN", 2, "the memory of the same devices at the same time"),
         ("TOGETHER", 2, "the memory of the same devices .* or have the two give way to each other"),
         (
             "RAISES",
             2,
-            r"devices\(2, None, None\) raises ZeroDivisionError: no host: have it",
+            r"devices\(2, 1, 1\) raises ZeroDivisionError: no host: have it",
         ),
         ("TWICE", 2, r"gives the engines the devices \[0, 0\]: return different numbers from 0"),
         (
@@ -254,3 +258,16 @@ def test_the_side_with_the_lower_devices_has_the_first_cores() -> None:
     assert [placement.place(engines, member, site).cores for member in (0, 1)] == [(6,), (7,)]
     mesh = StageDeployment("update", 2, threads=2)
     assert placement.place(mesh, 0, site) == Assignment((0, 1, 2, 3), (4, 5))
+
+
+def test_engines_on_a_host_of_a_cluster_without_a_learner_are_refused() -> None:
+    """Nobody publishes weights there; parts of one machine have their memory together."""
+    stages = {"rollout": {"replicas": 2}, "update": {"replicas": 1}}
+    hosts = Hardware(cpu_cores=4, memory_bytes=2**33, hosts=2)
+    check_devices(parse_config(with_(stages=stages, cluster={"hosts": 2})), hosts)
+    cluster = {"backend": "ray", "hosts": 2}
+    words = "engines on 2 hosts and ranks of the update on 1: .*: have 2 replicas of the update"
+    with pytest.raises(ConfigError, match=words):
+        check_devices(parse_config(with_(stages=stages, cluster=cluster)), hosts)
+    stages["update"]["replicas"] = 2
+    check_devices(parse_config(with_(stages=stages, cluster=cluster)), hosts)
