@@ -178,14 +178,20 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
                 + ("" if placement == "colocated" else ", or set stages.placement=colocated")
             )
         players, learners = (hosts_of(each, hardware.hosts) for each in (rollout, update))
-        if players > learners and config.cluster.backend != "local":
+        # Left open, it is on all GPUs.
+        named = stages.at(iteration)[1] is not None or not hardware.gpus
+        fixed = named and "update" not in config.selector.moves
+        if fixed and players > learners and config.cluster.backend != "local":
             raise ConfigError(
                 f"{key} has engines on {players} hosts and ranks of the update on {learners}: "
                 "weights are published on the hosts of these ranks alone",
                 remedy=f"have {players} replicas of the update or more, or fewer engines",
             )
-        placed.check(there, of_host[0], of_host[1], hardware.gpus > 0)
-        together = not placed.overlaps(there)
+        if hardware.gpus:
+            left_open = [given is None for given in stages.at(iteration)]
+            asked = [None if o else n for o, n in zip(left_open, of_host, strict=True)]
+            placed.check_memory(there, *asked)
+        together = placed.side_by_side and not placed.overlaps(there)
         cores = hardware.cpu_cores * hardware.hosts
         wanted = rollout.threads * rollout.ranks + update.threads * update.ranks
         if together and wanted > max(cores, rollout.ranks + update.ranks):

@@ -199,11 +199,12 @@ class CheckedPlacement:
         sides = [self.sides(count), self.sides(count, rollout, update)]
         return repr((sides, self.threads(cores, rollout, update), *map(self.gives_way, PLACED)))
 
-    def check(self, count: int, rollout: int, update: int, gpus: bool) -> None:
+    def check_memory(self, count: int, rollout: int | None, update: int | None) -> None:
         """Raise `ConfigError` where both sides would have the memory of the same GPUs at the same
-        time. count: devices of a host, on which the sides fit."""
-        engines, training = self._taken(count, rollout, update)
-        if self.side_by_side and gpus and not set(engines).isdisjoint(training):
+        time. count: GPUs of a host, on which the sides fit. None: as for `Placement.devices`."""
+        both = self.sides(count, rollout, update)
+        engines, training = self._taken(count, rollout or len(both[0]), update or len(both[1]))
+        if self.side_by_side and not set(engines).isdisjoint(training):
             raise ConfigError(
                 f"stages.placement `{self.name}` has engine and trainer in the memory of the same "
                 "devices at the same time, which is not divided between them on GPUs: use "

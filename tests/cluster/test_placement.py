@@ -269,5 +269,10 @@ def test_engines_on_a_host_of_a_cluster_without_a_learner_are_refused() -> None:
     words = "engines on 2 hosts and ranks of the update on 1: .*: have 2 replicas of the update"
     with pytest.raises(ConfigError, match=words):
         check_devices(parse_config(with_(stages=stages, cluster=cluster)), hosts)
+    gpus = hosts.model_copy(update={"gpus": 4, "gpu_memory_bytes": 2**33})
+    open_ = {"rollout": {"replicas": 2}}
+    apart = parse_config(with_(stages={"rollout": {"replicas": 3}, "placement": "separate"}))
+    check_devices(apart, gpus.model_copy(update={"hosts": 1}))
+    check_devices(parse_config(with_(stages=open_, cluster=cluster)), gpus)
     stages["update"]["replicas"] = 2
     check_devices(parse_config(with_(stages=stages, cluster=cluster)), hosts)
