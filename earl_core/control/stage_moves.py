@@ -247,17 +247,12 @@ def _manifest(
     shape: tuple[int, int],
 ) -> Manifest:
     """rows: host and int64 sample_ids of each shard. shape: tokens and turns of each row."""
-    counts = {b"tokens": shape[0], b"turns": shape[1]}
-    each = {
-        field.name: counts.get((field.metadata or {}).get(b"earl.axis", b""), 0)
-        for field in schema
-        if pa.types.is_large_list(field.type) or pa.types.is_large_string(field.type)
-    }
+    tokens, turns = shape
     shards = tuple(
         described(
             schema,
             ids,
-            {name: np.full(len(ids), count, dtype=np.int64) for name, count in each.items()},
+            {"tokens": np.full(len(ids), tokens), "turns": np.full(len(ids), turns)},
             host,
             f"{iteration:06d}-{stage}-{number}-0.arrow",
         )
