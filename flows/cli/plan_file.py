@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from earl_core.cluster.host import local_hosts
 from earl_core.config import RunConfig
+from earl_core.config.code import named_code
 from earl_core.config.feasibility import check_stages
 from earl_core.control.ancestor import beginning
 from earl_core.control.device_figures import with_cores, with_figures
@@ -35,11 +36,15 @@ from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.roofline import Load
 from earl_core.system.errors import ConfigError
 from earl_core.system.hardware import HostResources
+from earl_core.system.import_path import only_looks
 from flows.cli.configurations import find_configuration
 from flows.cli.plan_arguments import find_hardware, find_model, parse_contexts
 from flows.cli.tables import make_console, rows_table
 
 Row = dict[str, str]
+
+_PLANNED_BY = ("stages.", "algorithm.")
+"""Beginnings of keys whose code a plan asks."""
 
 
 def explain_file(
@@ -58,9 +63,15 @@ def explain_file(
     also who is where, and what moves between the stages. Raises `ConfigError` for what `earl train`
     would refuse.
     """
-    told = explanation(
-        find_configuration(what, runs_directory, list(overrides)), place, model, context
-    )
+    config = find_configuration(what, runs_directory, list(overrides))
+    needed = {key: code for key, code in named_code(config).items() if key.startswith(_PLANNED_BY)}
+    if only_looks() and needed:
+        shown = ", ".join(f"{key} ({code})" for key, code in needed.items())
+        raise ConfigError(
+            f"the plan follows from code that the run file names, which was not imported: {shown}",
+            remedy="if you trust it, add --run-code",
+        )
+    told = explanation(config, place, model, context)
     if as_json:
         print(json.dumps(told.plain()))
         return

@@ -43,6 +43,11 @@ def test_what_the_page_says_is_planned(number: int, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(config))
     asked = ["plan", str(file), "--explain", "--hardware", hardware, "--model", placements.MODEL]
+    if heading == placements.OWN:
+        refused = CliRunner().invoke(app, asked)
+        words = " ".join(refused.output.split())
+        assert "not imported: stages.placement (my_placement:UPPER): if you trust it, add" in words
+        asked.append("--run-code")
     shown = CliRunner().invoke(app, asked)
     assert shown.exit_code == 0, shown.output
     for part in ("Who is where", "What moves in an iteration", "engine 0", "shared memory"):

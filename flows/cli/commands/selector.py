@@ -109,6 +109,9 @@ def plan(
         bool, typer.Option("--memory", help="Print the memory formulas for well-known models.")
     ] = False,
     overrides: Overrides = None,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Import the code that the run file names.")
+    ] = False,
     runs_directory: RunsDirectory = "runs",
     as_json: Json = False,
     debug: Debug = False,
@@ -116,16 +119,14 @@ def plan(
     """Explain a past plan or that of a run file, or predict one for given hardware and model. Needs
     no GPU.
 
-    Without arguments: a prediction for this machine and a well-known model that fits it. A
-    placement of your own that a run file names is imported; of a past plan nothing is.
+    Without arguments: a prediction for this machine and a well-known model that fits it.
     """
-    past = run is None or "@" in run
-    with reported(debug, runs_code=not past):
+    with reported(debug, runs_code=run_code):
         from flows.cli import plan as planning
 
         if memory:
             planning.explain_memory(hardware, as_json)
-        elif run is not None and not past:
+        elif run is not None and "@" not in run:
             from flows.cli.plan_file import explain_file
 
             given = run, runs_directory, overrides or [], hardware
