@@ -53,11 +53,16 @@ def need_of(config: RunConfig) -> Need:
     kept = samples * (config.checkpoint.every + config.schedule.staleness)
     if config.schedule.replay is not None:
         kept += _replayed_bytes(config, config.schedule.replay, tokens, routing)
-    if config.model.adapter is not None:
-        version = pairs_bytes(config.initial_model, rollout.dtype)
-    else:
-        version = published_bytes(model, rollout.dtype)
-    return Need(version, kept, config.schedule.versions)
+    return Need(version_bytes(config), kept, config.schedule.versions)
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Return the bytes of a published version of the weights, or of the adapter's pairs. Raises
+    `ConfigError` for a model that is not there."""
+    model, dtype = config.initial_model, config.rollout.dtype
+    if model.adapter is not None:
+        return pairs_bytes(model, dtype)
+    return published_bytes(Path(model.path), dtype)
 
 
 def _replayed_bytes(config: RunConfig, replay: ReplayConfig, tokens: int, routing: int) -> int:

@@ -23,7 +23,7 @@ from earl_core.cluster.in_process import InProcessGroup
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.control.worker_environment import worker_environment
-from earl_core.deployment.placement import Assignment, Division, Place, spread
+from earl_core.deployment.placement import Division, Place, spread
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
 from earl_core.deployment.stages import PLACED, ROLES
@@ -137,7 +137,7 @@ class WorkerGroups:
             if kept and key in self._groups and not self._groups[key].alive:
                 return self._groups[key]
             self._make_room(role, deployment)
-            places = self._place(role, deployment, member)
+            places = self._place(deployment, member)
             if role == "rollout":
                 # An engine does not change when others come and go.
                 deployment = deployment._replace(replicas=1)
@@ -211,12 +211,9 @@ class WorkerGroups:
         if self._closing or self.stop_requested.is_set():
             raise Cancelled("the run was asked to stop")
 
-    def _place(self, role: str, deployment: StageDeployment, member: int) -> tuple[Place, ...]:
+    def _place(self, deployment: StageDeployment, member: int) -> tuple[Place, ...]:
         resources = [host.resources for host in self._hosts]
-        placed = spread(self.division.placed, deployment, member, resources)
-        if role not in PLACED:
-            return tuple((host, Assignment()) for host, _ in placed)
-        return placed
+        return spread(self.division.placed, deployment, member, resources)
 
     def _make_room(self, role: str, deployment: StageDeployment) -> None:
         """Have other roles give back the devices' memory that this one is about to use."""

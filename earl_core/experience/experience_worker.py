@@ -17,8 +17,9 @@ import pyarrow as pa
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.moments import RankStatistics
+from earl_core.config import RunConfig
 from earl_core.dispatch import Batch, Manifest
-from earl_core.dispatch.reads.plan import Layout, plan_rows
+from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
 from earl_core.dispatch.reads.sources import join, sample_ids
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
@@ -182,21 +183,12 @@ class ExperienceWorker(RunWorker):
         rank, ranks = self._context.rank, self._context.world_size
         rows = np.setdiff1d(sample_ids(parsed[0]), left_out_rows(parsed[0]))
         units = rows >> SAMPLE_BITS
-        estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)
-        if ranks > 1 and (estimator.needs_groups or self._config.curriculum):
+        if ranks > 1 and keeps_groups(self._config):
             everyone = Layout(ranks_per_replica=ranks, hosts=self._hosts)
             groups = join(parsed[:1], ("group_id",), rows)
             with self._shards.open(plan_rows(groups, everyone), rank) as batch:
                 units = batch.scalars("group_id")
-        layout = Layout(data_parallel=ranks, hosts=self._hosts, keep_groups=True)
-        plan = plan_rows(join(parsed[:1], rows=rows), layout, groups=units)
-        for rewards in (manifest for manifest in parsed if manifest.stage == "reward"):
-            # Others could not be scored.
-            kept = np.isin(plan.sources.rows, sample_ids(rewards))
-            sources = plan.sources.take(np.flatnonzero(kept))
-            plan = replace(plan, sources=sources, owner=plan.owner[kept])
-        sources = join(parsed, rows=plan.sources.rows)
-        return self._shards.open(replace(plan, sources=sources), rank)
+        return self._shards.open(episodes_plan(parsed, rows, units, self._hosts), rank)
 
     def _result(
         self, shards: list[ShardEntry], metrics: dict[str, float], weight: int, started: float
@@ -207,3 +199,27 @@ class ExperienceWorker(RunWorker):
             "metrics": {**metrics, "seconds": seconds, **self._shards.spent()},
             "weight": weight,
         }
+
+
+def keeps_groups(config: RunConfig) -> bool:
+    """Tell whether an estimator or the curriculum compares the episodes of a group."""
+    estimator = ADVANTAGE_ESTIMATORS.build(config.algorithm.advantage)
+    return estimator.needs_groups or bool(config.curriculum)
+
+
+def episodes_plan(
+    manifests: Sequence[Manifest], rows: np.ndarray, units: np.ndarray, hosts: tuple[str, ...]
+) -> DispatchPlan:
+    """Plan the rows, all columns, that each rank works on; as `ExperienceWorker` says.
+
+    manifests: the rollout's first. rows: int64 sample_ids that are trained on. units: int64, what
+    of each row is on one rank, its episode or its group. hosts: of the ranks.
+    """
+    layout = Layout(data_parallel=len(hosts), hosts=hosts, keep_groups=True)
+    plan = plan_rows(join(manifests[:1], rows=rows), layout, groups=units)
+    for rewards in (manifest for manifest in manifests if manifest.stage == "reward"):
+        # Others could not be scored.
+        kept = np.isin(plan.sources.rows, sample_ids(rewards))
+        sources = plan.sources.take(np.flatnonzero(kept))
+        plan = replace(plan, sources=sources, owner=plan.owner[kept])
+    return replace(plan, sources=join(manifests, rows=plan.sources.rows))

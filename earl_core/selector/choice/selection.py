@@ -199,7 +199,8 @@ class SelectionInput(Settings):
             each.ranks * self.hardware.hosts // fewest if each else None
             for each in self.stages.at(self.iteration)
         ]
-        engines, ranks = self.stages.placed.shares(self.hardware.gpus, *taken)
+        sides = self.stages.placed.sides(self.hardware.gpus, *taken)
+        engines, ranks = (max(1, len(side)) for side in sides)
         minibatch = self.rollout.episodes_per_iteration // self.update.minibatches
         mesh = StageDeployment(
             "update",
