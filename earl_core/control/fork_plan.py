@@ -14,6 +14,7 @@ from earl_core.run.inherited_stages import foreseen
 from earl_core.run.record import config_of_run, given_in, settings_of, stored_config
 
 _MODEL = ("path", "from", "builder", "builder_options", "adapter", "chat_template")
+_PLACE = ("name", "runs_directory")
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,18 @@ class ForkPlan:
         checkpoint, `RunDamaged` for a run of another format.
         """
         before = stored_config(parent)
+        if given := next((each for each in overrides if each.split("=")[0] in _PLACE), None):
+            raise ConfigError(
+                f"{given} is no setting of a fork, which has the name {name} and lies beside its "
+                "parent: leave it out"
+            )
         if which == "initial":
             raise ConfigError(
                 "a fork begins with a checkpoint, and before the first iteration there is none: "
                 f"begin anew with the settings in {parent / 'config.yaml'}"
             )
         begins = find_checkpoint(parent, before, which)
-        place = [f"name={name}", f"runs_directory={parent.parent}"]
+        place = [f"{key}={value}" for key, value in zip(_PLACE, (name, parent.parent), strict=True)]
         settings = config_of_run(parent, [*overrides, *place])
         iteration = int(begins.policy.parent.name)
         _check(before, settings, iteration)

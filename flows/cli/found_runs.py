@@ -18,7 +18,8 @@ def find_run(run: str, runs_directory: str) -> Path:
     """The directory of a run given by name or by path; raises `ConfigError`."""
     for path in (Path(run), Path(runs_directory) / run):
         if (path / "config.yaml").is_file():
-            return path
+            # What lies beside a run is found by its name.
+            return path if path.name not in ("", "..") else path.resolve()
     known = sorted(path.parent.name for path in Path(runs_directory).glob("*/config.yaml"))
     listed = f"it holds {', '.join(known)}" if known else "it holds no runs"
     raise ConfigError(

@@ -60,7 +60,7 @@ def resume(
     path = find_run(run, runs_directory)
     settings = stored_config(path, overrides)
     if start is not None:
-        if start != "initial" and not start.isdigit():
+        if start != "initial" and not start.isdecimal():
             raise ConfigError(
                 f"--from takes the number of an iteration, or `initial`, not {start!r}"
             )
