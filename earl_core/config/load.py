@@ -67,10 +67,6 @@ def parse_config(raw: Mapping[str, Any], source: str = "the configuration") -> R
         raise ConfigError(explain(error, source)) from error
 
 
-_WORDS = ("name", "runs_directory")
-"""Settings whose values are taken as they stand, and are no YAML."""
-
-
 def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of `raw` with each `a.b=c` set; intermediate mappings are made when missing."""
     result = copy.deepcopy(dict(raw))
@@ -92,9 +88,9 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
             if not isinstance(child, dict):
                 raise ConfigError(f"the override {redact(override)!r}: {key!r} is not a section")
             node = child
-        # A run may be called 7 or 1e5, and its directory `runs #2`.
+        # A run may be called 7 or 1e5.
         what = f"the value of the override {redact(override)!r}"
-        value = text if dotted.strip() in _WORDS else read_yaml(text, what)
+        value = text if keys == ["name"] else read_yaml(text, what)
         refuse_override(dotted.strip(), value)
         node[keys[-1]] = value
     return result

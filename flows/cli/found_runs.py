@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from earl_core.deployment.stages import STAGES, stage_of
@@ -31,7 +32,13 @@ def find_run(run: str, runs_directory: str) -> Path:
 def iterations_of(path: Path) -> list[Line]:
     """Every finished iteration of a run, ascending."""
     latest = {line["iteration"]: line for line in read_lines(path / "metrics.jsonl")}
-    return [latest[number] for number in sorted(latest)]
+    return [_measured(latest[number]) for number in sorted(latest)]
+
+
+def _measured(line: Line) -> Line:
+    """The line without metrics that are no number, as a loss of one's own may tell: no chart has a
+    place for them."""
+    return {k: v for k, v in line.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
 def activities_of(path: Path) -> list[str]:
@@ -57,7 +64,7 @@ def activities_of(path: Path) -> list[str]:
 
 def evaluations_of(path: Path) -> list[Line]:
     """A line for each sealed evaluation, by ascending policy version."""
-    return [{"iteration": each.iteration, **each.metrics} for each in evaluated(path)]
+    return [_measured({"iteration": each.iteration, **each.metrics}) for each in evaluated(path)]
 
 
 def tracking_uri(path: Path) -> str | None:

@@ -125,17 +125,35 @@ def test_bad_forks_are_refused_in_a_sentence(
     assert sorted(story.run("").iterdir()) == before
 
 
-@pytest.mark.parametrize("damage", ["checkpoint", "format"])
+def test_what_is_not_made_leaves_nothing(
+    story: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ForkPlan.of(story.run("kept"), "last", "half", ["iterations=4"])
+    monkeypatch.setenv("EARL_FAULT", "fork.made@2=raise")
+    with pytest.raises(Exception, match="injected failure"):
+        plan.make()
+    assert not [*story.run("").glob(".forks/half.*")]
+    monkeypatch.delenv("EARL_FAULT")
+    parent = shutil.copytree(story.run("kept"), tmp_path / "kept")
+    for seal in parent.glob("iterations/000002/*.json"):
+        seal.unlink()
+    made = ForkPlan.of(parent, "1", "new").make()
+    assert not [*made.glob("inherited/*")], "rows that no seal tells of"
+
+
+@pytest.mark.parametrize("damage", ["checkpoint", "format", "record"])
 def test_damaged_parents_are_refused(damage: str, story: Runs, tmp_path: Path) -> None:
     parent = tmp_path / "kept"
     shutil.copytree(story.run("kept"), parent)
     if damage == "checkpoint":
         weights = parent / "checkpoints/000000/policy/model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    elif damage == "record":
+        (parent / "run.json").unlink()
     else:
         record = {**read_record(parent), "format": "earl.run/3"}
         write_record(parent, record)
-    with pytest.raises(EarlError, match=r"000000 is damaged|has the format earl\.run/3") as found:
+    with pytest.raises(EarlError, match=r"000000 is damaged|earl\.run/3|has no run.json") as found:
         ForkPlan.of(parent, "0", "new", [])
     assert isinstance(found.value, OtherFormat) == (damage == "format")
     assert not (tmp_path / "new").exists()
