@@ -70,18 +70,33 @@ def make_fork(parent: Path, iteration: int, config: RunConfig) -> Path:
     # One of its own: another process may be making a fork of this name, too.
     building = target.parent / _BUILDING / f"{config.name}.{uid}"
     make_directory(building, mode=0o700)
-    _copy_past(parent, building, uid, iteration)
-    inherit(parent, building, uid, iteration)
+    try:
+        _fill(building, parent, record, uid, iteration, config)
+        fault_points.point("fork.made", iteration)
+        _rename(building, target)
+    except BaseException:
+        # Of a full disk, for instance; what a killed process leaves is nobody's to judge.
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    finally:
+        with suppress(OSError):
+            building.parent.rmdir()
+    return target
+
+
+def _fill(
+    building: Path, parent: Path, record: dict[str, Any], uid: str, last: int, config: RunConfig
+) -> None:
+    """Write all that the fork begins with, down to the disk."""
+    _copy_past(parent, building, uid, last)
+    inherit(parent, building, uid, last)
     write_atomic(building / "config.yaml", dump_config(config).encode())
-    forked = _record(parent, record, uid, iteration)
+    forked = _record(parent, record, uid, last)
     write_record(building, forked)
-    told = {"time": round(time.time(), 3), "attempt": 0, "iteration": iteration, "stage": "run"}
+    told = {"time": round(time.time(), 3), "attempt": 0, "iteration": last, "stage": "run"}
     event = f"forked from {forked[FORKED]['from']}"
     Journal(building / "ledger.jsonl").append({**told, "event": event})
     sync(building)
-    fault_points.point("fork.made", iteration)
-    _rename(building, target)
-    return target
 
 
 def _copy_past(parent: Path, building: Path, uid: str, last: int) -> None:
@@ -147,5 +162,3 @@ def _rename(building: Path, target: Path) -> None:
         # A directory that appeared meanwhile, and is not empty.
         raise ConfigError(f"{target} exists already: choose another name for the fork") from error
     sync(target.parent)
-    with suppress(OSError):
-        building.parent.rmdir()

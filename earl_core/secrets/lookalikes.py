@@ -8,9 +8,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 _ALIKE = str.maketrans(
-    # Cyrillic and Greek letters that look like Latin ones, after `casefold`; dotless i; dashes.
-    "авекмнорстухіјѕԁһӏԛԝүαβεηικνορτυχγıł‐‑‒–—−",
-    "abekmhopctyxijsdhlqwyabenikvoptuxyil------",
+    # Cyrillic, Greek and Armenian letters that look like Latin ones, after `casefold`; Latin ones
+    # whose accent is no character of its own; dashes.
+    "авекмнорстухіјѕԁһӏԛԝѵүαβεηικνορτυχγωհոօսցıłøđħŧɑɡ‐‑‒–—−",
+    "abekmhopctyxijsdhlqwvyabenikvoptuxywhnougilodhtag------",
+    # Letters that show nothing: fillers of Hangul, the blank of Braille.
+    "\u115f\u1160\u2800",
 )
 
 

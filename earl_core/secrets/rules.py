@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.secrets.lookalikes import plain
+from earl_core.secrets.lookalikes import PlainText, plain
 from earl_core.secrets.patterns import is_reference
 from earl_core.secrets.redactor import HIDDEN, redact
 from earl_core.secrets.references import resolve
@@ -74,8 +74,8 @@ class RedactionRules(Settings):
     patterns: tuple[PatternRule, ...] = Field(default=(), description="Expressions to be hidden.")
     drop_turns: tuple[str, ...] = Field(
         default=(),
-        description="Regular expressions: a turn that one of them finds loses what was observed "
-        "and what was answered.",
+        description="Regular expressions, found as patterns are: a turn that one of them finds "
+        "loses what was observed and what was answered.",
     )
     drop_fields: tuple[EpisodeField, ...] = Field(
         default=(), description="Fields of episodes that are left out."
@@ -264,12 +264,10 @@ class Redaction:
             for match in word.finditer(compared.text):
                 found.append((None, compared.span(*match.span())))
                 self.found[f"word {number + 1}"] += 1
-        for rule, (exact, folded) in zip(self.rules.patterns, self._patterns, strict=True):
-            spans = {match.span() for match in exact.finditer(text)}
-            spans |= {compared.span(*each.span()) for each in folded.finditer(compared.text)}
-            joined = _joined(list(spans))
-            self.found[f"pattern {rule.name}"] += len(joined)
-            found += [(rule, span) for span in joined]
+        for rule, expression in zip(self.rules.patterns, self._patterns, strict=True):
+            spans = expression.spans(text, compared)
+            self.found[f"pattern {rule.name}"] += len(spans)
+            found += [(rule, span) for span in spans]
         return found
 
     def _split(self, texts: Sequence[str]) -> Iterable[tuple[int, int, int]]:
@@ -310,15 +308,29 @@ class Redaction:
         return [_of_word(word, r"\s*") for word in self.rules.words]
 
     @cached_property
-    def _patterns(self) -> list[tuple[re.Pattern[str], re.Pattern[str]]]:
-        return [
-            (re.compile(rule.match), re.compile(rule.match, re.IGNORECASE))
-            for rule in self.rules.patterns
-        ]
+    def _patterns(self) -> list[_Expression]:
+        return [_Expression(rule.match) for rule in self.rules.patterns]
 
     @cached_property
-    def _turns(self) -> list[re.Pattern[str]]:
-        return [re.compile(pattern) for pattern in self.rules.drop_turns]
+    def _turns(self) -> list[_Expression]:
+        return [_Expression(pattern) for pattern in self.rules.drop_turns]
+
+
+class _Expression:
+    """A regular expression, looked for in a text as it is and as words are compared."""
+
+    def __init__(self, pattern: str) -> None:
+        self._exact, self._folded = re.compile(pattern), re.compile(pattern, re.IGNORECASE)
+
+    def search(self, text: str) -> bool:
+        """Whether it finds anything."""
+        return bool(self._exact.search(text) or self._folded.search(plain(text).text))
+
+    def spans(self, text: str, compared: PlainText) -> list[Span]:
+        """What it finds; places between characters, as of a lookahead, hold nothing to hide."""
+        found = {match.span() for match in self._exact.finditer(text) if match[0]}
+        found |= {compared.span(*m.span()) for m in self._folded.finditer(compared.text) if m[0]}
+        return _joined(found)
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
@@ -338,7 +350,8 @@ def _hidden(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
     done = 0
     for start, stop in _joined([(a, b) for a, b, _ in spans]):
         instead = next(word for a, _, word in sorted(spans) if a == start)
-        # Neighbours are one hole.
-        parts += [text[done:start]] if parts and start == done else [text[done:start], instead]
+        # Neighbours are one hole, but those that are told apart.
+        one = parts and start == done and parts[-1] == instead
+        parts += [] if one else [text[done:start], instead]
         done = stop
     return "".join([*parts, text[done:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from earl_core.deployment.stages import STAGES, stage_of
@@ -18,7 +19,8 @@ def find_run(run: str, runs_directory: str) -> Path:
     """The directory of a run given by name or by path; raises `ConfigError`."""
     for path in (Path(run), Path(runs_directory) / run):
         if (path / "config.yaml").is_file():
-            return path
+            # What lies beside a run is found by its name.
+            return path if path.name not in ("", "..") else path.resolve()
     known = sorted(path.parent.name for path in Path(runs_directory).glob("*/config.yaml"))
     listed = f"it holds {', '.join(known)}" if known else "it holds no runs"
     raise ConfigError(
@@ -30,7 +32,13 @@ def find_run(run: str, runs_directory: str) -> Path:
 def iterations_of(path: Path) -> list[Line]:
     """Every finished iteration of a run, ascending."""
     latest = {line["iteration"]: line for line in read_lines(path / "metrics.jsonl")}
-    return [latest[number] for number in sorted(latest)]
+    return [_measured(latest[number]) for number in sorted(latest)]
+
+
+def _measured(line: Line) -> Line:
+    """The line without metrics that are no number, as a loss of one's own may tell: no chart has a
+    place for them."""
+    return {k: v for k, v in line.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
 def activities_of(path: Path) -> list[str]:
@@ -56,7 +64,7 @@ def activities_of(path: Path) -> list[str]:
 
 def evaluations_of(path: Path) -> list[Line]:
     """A line for each sealed evaluation, by ascending policy version."""
-    return [{"iteration": each.iteration, **each.metrics} for each in evaluated(path)]
+    return [_measured({"iteration": each.iteration, **each.metrics}) for each in evaluated(path)]
 
 
 def tracking_uri(path: Path) -> str | None:

@@ -127,6 +127,29 @@ def test_parquet_holds_what_json_lines_hold(run: Path) -> None:
         assert row == json.loads(line)
 
 
+def test_turns_words_and_neighbours_are_found_in_disguise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EARL_TEST_REDACTION_KEY", "a long key")
+    texts = [
+        "internal ОNLY: one", "it is one", "ＩＮＴＥＲＮＡＬ only: two", "it is two",
+        "Søren, soren, SØ\u3164REN", "no Đor\u2800đe", "P-12345P-67890P-12345", "end of it",
+    ]  # fmt: skip
+    kept(tmp_path / "run", [{"texts": texts}])
+    (tmp_path / "rules.yaml").write_text(
+        "words: [Søren, Dorde]\ndrop_turns: [INTERNAL ONLY]\nkey: env:EARL_TEST_REDACTION_KEY\n"
+        "patterns: [{name: p, match: 'P-\\d{5}', hash: true}, {name: at, match: '(?<=it)'}]"
+    )
+    done, text = exported(tmp_path / "run", "out.jsonl")
+    said = [each["content"] for each in json.loads(text)["messages"]]
+    assert said[:6] == ["(turn dropped)"] * 4 + ["(hidden), (hidden), (hidden)", "no (hidden)"]
+    assert done.found == {"word 1": 3, "word 2": 1, "turns 1": 2, "pattern p": 3, "pattern at": 0}
+    # Places between characters hold nothing, and three persons side by side stay three.
+    assert said[7] == "end of it"
+    one, two, three = said[6].strip("()").split(")(")
+    assert one == three != two
+
+
 def test_long_stretches_of_a_prompt_in_answers_are_told(tmp_path: Path) -> None:
     prompt = "The quick brown fox jumps over the lazy dog and then it rests beside the river."
     kept(tmp_path / "run", [{"texts": [prompt, f"You said: {prompt} Yes.", "bye", "short"]}])

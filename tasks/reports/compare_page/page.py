@@ -15,7 +15,7 @@ from tasks.reports.compare_page.compared import Compared, StageSeconds, facts
 from tasks.reports.web_page import encoded, filled, write
 
 _MOST_CHARACTERS = 8_000_000
-"""Of all episodes together; the prompts that come last are left out."""
+"""Of all episodes together; prompts that no room is left for are left out."""
 
 
 class Written(NamedTuple):
@@ -31,7 +31,7 @@ def write_page(found: Compared, output: Path) -> Written:
     Raises `OSError`."""
     prompts, left_out = _fitting(found.prompts)
     notes = [*found.damaged]
-    if not prompts:
+    if not found.prompts:
         notes.append("The runs have kept no episodes of equal prompts.")
     if left_out:
         notes.append(
@@ -74,10 +74,10 @@ def _fitting(prompts: list[EqualPrompt]) -> tuple[list[dict[str, Any]], int]:
     shown: list[dict[str, Any]] = []
     left = _MOST_CHARACTERS
     for prompt in prompts:
-        left -= sum(len(text) for own in prompt.episodes for each in own for text in each.texts)
-        if left < 0:
-            break
-        shown.append(_plain(prompt))
+        long = sum(len(text) for own in prompt.episodes for each in own for text in each.texts)
+        if long <= left:
+            left -= long
+            shown.append(_plain(prompt))
     return shown, len(prompts) - len(shown)
 
 
