@@ -34,6 +34,7 @@ from earl_core.config import RunConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.environments.real_numbers import is_no_number
 from earl_core.experience.reward import ScoreTally
 from earl_core.experience.roles import own_rows, shared_of
 from earl_core.experience.waiting import NO_ANSWER, KeptScores, Waiting
@@ -49,18 +50,25 @@ _LONGEST_PAUSE = 60.0
 @dataclass
 class Scores:
     """Scores of some episodes, by their ids: those of each function, by label; and the metrics that
-    it told, by `label/name`. failures: why the others have no reward."""
+    it told, by `label/name`. failures: why the others have no reward. invalid: those of these that
+    a function, by its label, gave NaN, infinity or a number that is too large."""
 
     given: dict[int, dict[str, float]] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    invalid: dict[str, list[int]] = field(default_factory=dict)
 
     def tally(self, without: Collection[int] = ()) -> ScoreTally:
         """Tally the scores, in an order that does not depend on which was ready first. without:
         episodes that do not count, be they scored or not."""
         counted = (each for each in sorted(self.given.items()) if each[0] not in without)
         numbers = [{**given, **self.metrics[at]} for at, given in counted]
-        return ScoreTally.of(numbers, self.failed(without))
+        return self.failures_alone(without).with_scores(numbers)
+
+    def failures_alone(self, without: Collection[int] = ()) -> ScoreTally:
+        """Tally what has failed so far. without: as of `tally`."""
+        invalid = {number for each in self.invalid.values() for number in each}
+        return ScoreTally.of(self.failed(without), len(invalid.difference(without)))
 
     def failed(self, without: Collection[int] = ()) -> dict[int, str]:
         """The failures but those of some episodes."""
@@ -191,7 +199,7 @@ class Scorer:
         waiting = self._waiting(later, slots) if episodes else {}
 
         def check() -> None:
-            ScoreTally.of([], found.failed(without)).check(of_episodes, self._config)
+            found.failures_alone(without).check(of_episodes, self._config)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -321,6 +329,8 @@ class Scorer:
             label = functions[place].title
             if isinstance(result, EnvironmentFailed):
                 found.failures[number] = f"{label}: {result.reason}: {result.detail.strip()}"
+                if is_no_number(result.detail):
+                    found.invalid.setdefault(label, []).append(number)
                 check()
                 return
             given[label] = result.reward
@@ -342,8 +352,10 @@ class Scorer:
                     await self._pool.reset(number, place, 0)
                     return await self._pool.step(number, text)
                 except EnvironmentFailed as error:
-                    # A score that is waited for is asked for again by whoever waits.
-                    if attempt == retries or (self._later(place) and error.reason in NO_ANSWER):
+                    # A score that is waited for is asked for again by whoever waits. What is no
+                    # number is an answer, too.
+                    waits = self._later(place) and error.reason in NO_ANSWER
+                    if attempt == retries or waits or is_no_number(error.detail):
                         return error
                     label = self._config.reward.functions[place].title
                     logger.warning("the score of %s is tried again: %s", label, error.reason)
