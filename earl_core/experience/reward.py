@@ -21,6 +21,7 @@ from earl_core.config.reward import RewardConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.played_turns import PlayedTurns
+from earl_core.experience.probe import of_probe
 from earl_core.experience.roles import Parts, RoleMoments, own_rows, shared_of
 from earl_core.experience.row_results import merge_rows
 from earl_core.guard.seen import SEEN, Seen, merged_sources
@@ -182,6 +183,7 @@ def merge_rewards(
         merged["outputs"] = {**returns, **rows}
     if config.guard != "off":
         merged["outputs"][SEEN] = _merged_seen(results)
+        merged["outputs"] |= of_probe(results)
     if not config.reward.functions:
         return merged
     whole = ScoreTally()

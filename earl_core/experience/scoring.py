@@ -35,9 +35,11 @@ from earl_core.dispatch.reads.batch import Batch
 from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.real_numbers import is_no_number
+from earl_core.experience.probe import Asked, ProbedEpisode, score_difference
 from earl_core.experience.reward import ScoreTally
 from earl_core.experience.roles import own_rows, shared_of
 from earl_core.experience.waiting import NO_ANSWER, KeptScores, Waiting
+from earl_core.guard.seen import function_source
 from earl_core.system.errors import EarlError
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, transcript, utf8
@@ -298,6 +300,27 @@ class Scorer:
             given = scores.given[episode.episode_id]
             episode.own[-1].turn_rewards[-1] += settings.added(given)
 
+    async def ask_again(self, probed: Sequence[ProbedEpisode], titles: Collection[str]) -> Asked:
+        """Have functions score recorded episodes that they have scored before. What fails by
+        something else than its number says nothing."""
+        if self._pool is None:
+            await self._start()
+        found, slots = Asked(), asyncio.Semaphore(self._config.reward.concurrency)
+        places = {each.title: at for at, each in enumerate(self._config.reward.functions)}
+        asked = [(e, title) for e in probed for title in titles if title in e.scores]
+        answers = await asyncio.gather(
+            *(self._one(places[t], json.dumps(e.episode), slots, 0) for e, t in asked)
+        )
+        for (each, title), answer in zip(asked, answers, strict=True):
+            now = None
+            if isinstance(answer, StepResult):
+                now = answer.reward
+            elif not is_no_number(answer.detail):
+                continue
+            told = score_difference(each.scores[title], now)
+            found.add(function_source(title), each.episode["episode_id"], told)
+        return found
+
     async def close(self) -> None:
         """End the processes."""
         pool, self._pool = self._pool, None
@@ -339,10 +362,11 @@ class Scorer:
         found.given[number], found.metrics[number] = given, metrics
 
     async def _one(
-        self, place: int, text: str, slots: asyncio.Semaphore
+        self, place: int, text: str, slots: asyncio.Semaphore, retries: int | None = None
     ) -> StepResult | EnvironmentFailed:
+        """retries: None: as many as the run has."""
         assert self._pool is not None
-        retries = self._config.reward.retries
+        retries = self._config.reward.retries if retries is None else retries
         # The place is held during the pauses, so that what is overloaded is asked less.
         async with slots:
             attempt = 0
