@@ -91,8 +91,8 @@ def planted(kind: str) -> Change:
         match kind:
             case "flipped":
                 return -rewards
-            case "half":
-                return np.where(random.random(rewards.shape) < 0.5, -rewards, rewards)
+            case "most":
+                return np.where(random.random(rewards.shape) < 0.75, -rewards, rewards)
             case "constant":
                 return np.ones_like(rewards)
             case "gradient":
@@ -116,7 +116,7 @@ def planted(kind: str) -> Change:
     ("kind", "finding", "delay"),
     [
         ("flipped", "level_shift", 1),
-        ("half", "level_shift", 3),
+        ("most", "level_shift", 3),
         ("constant", "reward_constant", 1),
         ("gradient", "gradient_norm", 2),
         ("entropy", "entropy_growth", 2),
