@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from earl_core.guard.detectors import Numbers, Settings, detect
 from earl_core.guard.ladder import CONFIRMED, OPEN, Past, decide, last_good
 from earl_core.guard.rewards import reward_findings, seen_bounds, since
 from earl_core.guard.seen import SEEN, Bounds, Seen, environment_source, function_source, numbers_of
+from earl_core.run import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -116,15 +117,31 @@ def _history(controller: RunController, iteration: int) -> list[Numbers]:
     return [line for line in controller.run.metrics() if line["iteration"] <= ended]
 
 
+def found_in(run: RunDirectory, through: int) -> dict[int, Decision]:
+    """The decisions with a finding of the iterations up to one, as far as they can be read."""
+    lines = [each for each in run.metrics() if each["iteration"] < through]
+    numbers = [int(each["iteration"]) for each in lines if each.get("guard/findings")]
+    read = _decisions(run, [*numbers[-_READ:], through])
+    return {number: each for number, each in read.items() if each.findings}
+
+
+def _decisions(run: RunDirectory, iterations: Iterable[int]) -> dict[int, Decision]:
+    found = {}
+    for number in iterations:
+        # What cannot be read says nothing.
+        with suppress(ManifestError, ValidationError):
+            decision = decision_of(run.manifest(number, "advantage"))
+            found[number] = decision
+    return found
+
+
+_READ = 50
+
+
 def _past(controller: RunController, iteration: int, history: Sequence[Numbers]) -> Past:
     run, ended = controller.run, ended_before(controller, iteration)
-    earlier = {}
-    for line in history[-OPEN:]:
-        if line.get("guard/findings") or line.get("guard/cautious"):
-            number = int(line["iteration"])
-            # What cannot be read says nothing.
-            with suppress(ManifestError, ValidationError):
-                earlier[number] = decision_of(run.manifest(number, "advantage"))
+    told = (e for e in history[-OPEN:] if e.get("guard/findings") or e.get("guard/cautious"))
+    earlier = _decisions(run, (int(each["iteration"]) for each in told))
     checkpoints = [each for each in run.stable_iterations() if each <= ended]
     lag = controller.config.schedule.staleness
     return Past(earlier, lag, checkpoints, len(run.record.get(_BRANCHES, ())))

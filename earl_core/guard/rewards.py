@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from earl_core.environments.real_numbers import is_no_number
+from earl_core.environments.real_numbers import invalid_rewards
 from earl_core.guard.decision import Decision, Finding
 from earl_core.guard.detectors import FEWEST, REMEMBERED, Numbers
 from earl_core.guard.seen import HUGE, Bounds, Seen
@@ -61,7 +61,7 @@ def reward_findings(
                 )
             )
     invalid = {source: each.invalid for source, each in seen.items() if each.invalid}
-    if of_environments := sum(n for reason, n in failures.items() if is_no_number(reason)):
+    if of_environments := invalid_rewards(failures):
         invalid["environment"] = of_environments
     for source, number in invalid.items():
         text = f"{number} rewards of {source} are NaN, infinite or beyond 1e30"
