@@ -35,7 +35,8 @@ _NO_NUMBER = re.compile(r"must (be|return) a finite number")
 
 
 def is_no_number(failure: str) -> bool:
-    """Tell whether what a failed call says is that its number was NaN, infinite or too large."""
+    """Tell whether what a failed call says is that its number was none, NaN, infinite or too
+    large."""
     return _NO_NUMBER.search(failure) is not None
 
 

@@ -64,7 +64,7 @@ def reward_findings(
     if of_environments := invalid_rewards(failures):
         invalid["environment"] = of_environments
     for source, number in invalid.items():
-        text = f"{number} rewards of {source} are NaN, infinite or beyond 1e30"
+        text = f"{number} rewards of {source} are no finite numbers up to 1e30"
         named = tuple(seen[source].named_invalid) if source in seen else ()
         kind = "reward_invalid"
         found.append(Finding(kind=kind, onset=iteration, text=text, episodes=named))
