@@ -13,6 +13,7 @@ from earl_core.control.guard_probe import ended_before, probe_findings
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stages import rows_of
 from earl_core.dispatch import Manifest, ManifestError
+from earl_core.environments.real_numbers import invalid_rewards
 from earl_core.guard.decision import Decision, Finding, decision_of
 from earl_core.guard.detectors import Numbers, Settings, detect
 from earl_core.guard.ladder import CONFIRMED, OPEN, Past, decide, last_good
@@ -57,9 +58,9 @@ def diagnose(
     past = _past(controller, iteration, history)
     seen = seen_in(manifests)
     bounds = bounds_of(controller, iteration) or {}
-    failures = rollout.outputs.get("failures", {})
+    invalid = invalid_rewards(rollout.outputs.get("failures", {}))
     declared = controller.ranges
-    findings = reward_findings(iteration, seen, failures, bounds, declared)
+    findings = reward_findings(iteration, seen, invalid, bounds, declared)
     now = {
         "iteration": iteration,
         **{f"rollout/{name}": value for name, value in rollout.metrics.items()},
@@ -114,12 +115,12 @@ def kept_for_return(
 
 def _history(controller: RunController, iteration: int) -> list[Numbers]:
     ended = ended_before(controller, iteration)
-    return [line for line in controller.run.metrics() if line["iteration"] <= ended]
+    return [line for line in controller.run.numbers.read() if line["iteration"] <= ended]
 
 
 def found_in(run: RunDirectory, through: int) -> dict[int, Decision]:
     """The decisions with a finding of the iterations up to one, as far as they can be read."""
-    lines = [each for each in run.metrics() if each["iteration"] < through]
+    lines = [each for each in run.numbers.read() if each["iteration"] < through]
     numbers = [int(each["iteration"]) for each in lines if each.get("guard/findings")]
     read = _decisions(run, [*numbers[-_READ:], through])
     return {number: each for number, each in read.items() if each.findings}

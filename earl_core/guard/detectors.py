@@ -22,6 +22,20 @@ from earl_core.guard.decision import Finding
 
 Numbers = Mapping[str, float]
 
+_COMPARED = (
+    "guard/",
+    "update/entropy",
+    "update/grad_norm",
+    "update/importance_",
+    "rollout/context/",
+)
+
+
+def is_compared(name: str) -> bool:
+    """Tell whether a number of metrics.jsonl is one that iterations are compared by."""
+    return name.startswith(_COMPARED)
+
+
 WINDOW = 12
 """Iterations that a level is compared with: long enough for an error, short enough to follow
 learning."""

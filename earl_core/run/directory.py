@@ -5,9 +5,9 @@ runs/<name>/
   config.yaml                    the resolved configuration
   lock                           held by the live controller
   ledger.jsonl                   what each attempt really executed
-  metrics.jsonl                  one line per finished iteration
-  selector.jsonl                 what was observed of the stages, oldest first
+  metrics.jsonl, selector.jsonl  a line per finished iteration; what was observed of the stages
   system.jsonl, progress.json    how loaded the machine was; how far stages that go on are
+  probe.json                     recorded episodes that sources of rewards are asked for again
   groups.jsonl, parked/          groups that were sealed one by one, and what others had played
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
@@ -36,6 +36,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import SpillError
+from earl_core.guard.detectors import is_compared
 from earl_core.run.checkpoints import (
     MARKER,
     best_evaluated,
@@ -46,6 +47,7 @@ from earl_core.run.checkpoints import (
     unmeasured_gates,
 )
 from earl_core.run.group_journal import GroupJournal
+from earl_core.run.known_numbers import KnownNumbers
 from earl_core.run.lock import RunLock
 from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
@@ -115,6 +117,7 @@ class RunDirectory:
         self._verified: set[str] = set()
         self._ledger = Journal(self.path / "ledger.jsonl")
         self._metrics = Journal(self.path / "metrics.jsonl")
+        self.numbers = KnownNumbers(self._metrics.path, is_compared)
         self.observations = Journal(self.path / "selector.jsonl")
         self.logs = self.path / "logs" / f"attempt_{self.attempt}"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -303,8 +306,9 @@ class RunDirectory:
         known = () if unmeasured_gates(evaluations, gates) else gates
         best = best_evaluated(self.path, gated_returns(evaluations, known))
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, best)
-        kept |= {*also}
-        kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
+        kept |= {*also} | {
+            each for each in stable if self._to_evaluate(self.versions.update(each).made)
+        }
         for iteration in stable:
             if iteration not in kept:
                 remove_checkpoint(self.checkpoint_path(iteration))
