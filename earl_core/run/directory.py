@@ -296,21 +296,17 @@ class RunDirectory:
 
     def prune_checkpoints(self, also: Collection[int] = ()) -> None:
         """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, those
-        that are still to be evaluated, unfinished ones, and those of the iterations `also`.
-
-        One that is held (`holding_checkpoint`) goes at the next pruning.
-        """
+        that are still to be evaluated, unfinished ones, and those of the iterations `also`. One
+        that is held (`holding_checkpoint`) goes at the next pruning."""
         stable = self.stable_iterations()
         evaluations, gates = self.evaluations(), self.config.gates
         # The first policy's evaluation may be put back.
         known = () if unmeasured_gates(evaluations, gates) else gates
         best = best_evaluated(self.path, gated_returns(evaluations, known))
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, best)
-        kept |= {*also} | {
-            each for each in stable if self._to_evaluate(self.versions.update(each).made)
-        }
+        kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
         for iteration in stable:
-            if iteration not in kept:
+            if iteration not in kept.union(also):
                 remove_checkpoint(self.checkpoint_path(iteration))
 
     def _to_evaluate(self, version: int) -> bool:
