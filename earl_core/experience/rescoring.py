@@ -124,7 +124,7 @@ async def rescore(run: Path, config: RunConfig) -> Rescored:
         try:
             for file in files:
                 try:
-                    episodes = list(_kept(file))
+                    episodes = list(readable_episodes(file))
                 except EpisodesDamaged as error:
                     damaged.append(str(error))
                     continue
@@ -159,10 +159,12 @@ async def _scored(scorer: Scorer, iteration: int, episodes: list[dict[str, Any]]
     return pa.Table.from_pylist(rows, SCHEMA)
 
 
-def _kept(file: Path) -> Iterator[dict[str, Any]]:
-    """The episodes of a file as reward functions get them, and the reward that was `given`."""
-    for each in kept_episodes(file, None, (*_FIELDS, "shared_reward", "reward")).episodes:
-        told = {name: each[name] for name in (*_FIELDS, "turn_rewards")}
+def readable_episodes(file: Path, *more: str) -> Iterator[dict[str, Any]]:
+    """The episodes of a file as reward functions get them, the reward that was `given`, and `more`
+    fields. Raises as `kept_episodes`."""
+    fields = (*_FIELDS, *more)
+    for each in kept_episodes(file, None, (*fields, "shared_reward", "reward")).episodes:
+        told = {name: each[name] for name in (*fields, "turn_rewards")}
         shared, given = each["shared_reward"], each["reward"]
         yield readable({**told, "shared": shared, "given": given, "said": each["texts"]})
 
