@@ -64,9 +64,10 @@ worse for a while: hence it is twice the least fall, too."""
 GROWTH = 1.25
 """Growth of contexts since the best iterations, by which the collapse of long contexts begins: what
 episodes vary by is a tenth of it."""
-COLLAPSED = 0.1
-"""Part of the entropy at the start below which a policy has stopped to explore. By itself it is how
-learning ends: only with a fallen return, and half of what it was at the best, is it a finding."""
+COLLAPSED, GONE = 0.1, 0.02
+"""Parts of the entropy at the start below which a policy has stopped to explore. By itself the
+first is how learning ends: only with a fallen return, and at half of what it was at the best, or at
+the second, is it a finding."""
 EXPLODED, EXPLODED_NATS = 1.5, 0.5
 """Entropy over all that the run has seen by so many times and so many nats: a policy that falls
 apart, which noise never makes."""
@@ -151,8 +152,14 @@ def _shift(source: str, lines: Sequence[Numbers]) -> Finding | None:
 
 def _least_fall(lines: Sequence[Numbers], name: str) -> float:
     """What the mean of a source falls by at least where it is a finding."""
-    low, high, spread = (_usual_number(lines, name, each) for each in ("low", "high", "std"))
-    return max(FALL * spread, FALL_RANGE * (high - low))
+    return max(FALL * _usual_number(lines, name, "std"), FALL_RANGE * _range(lines, name))
+
+
+def _range(lines: Sequence[Numbers], name: str) -> float:
+    """All that a source gave in the last iterations."""
+    recent = [line for line in lines if f"{name}/low" in line][-REMEMBERED:]
+    low, high = (f"{name}/{each}" for each in ("low", "high"))
+    return max(line[high] for line in recent) - min(line[low] for line in recent)
 
 
 def _usual_number(lines: Sequence[Numbers], name: str, which: str) -> float:
@@ -161,13 +168,15 @@ def _usual_number(lines: Sequence[Numbers], name: str, which: str) -> float:
 
 
 def _noise(lines: Sequence[Numbers], name: str, before: Sequence[float]) -> float:
-    """The standard error of one iteration's mean: what its groups say, or what iterations vary by
-    beside their trend, whichever is more."""
+    """The standard error of one iteration's mean: what its groups say, what iterations vary by
+    beside their trend, or half a group's, which errors that are 0 for a while know nothing of;
+    whichever is more."""
     told = [line[f"{name}/error"] for line in lines[-WINDOW:] if f"{name}/error" in line]
     steps = [b - a for a, b in itertools.pairwise(before)]
     middle = statistics.median(steps)
     spread = 1.4826 * statistics.median(abs(step - middle) for step in steps) / math.sqrt(2)
-    return max(statistics.median(told), spread, 1e-9)
+    group = _range(lines, name) / (2 * max(1.0, _usual_number(lines, name, "groups")))
+    return max(statistics.median(told), spread, group, 1e-9)
 
 
 def reward_constant(history: Sequence[Numbers], now: Numbers, settings: Settings) -> list[Finding]:
@@ -260,7 +269,7 @@ def entropy_collapse(history: Sequence[Numbers], now: Numbers, settings: Setting
         return []
     start, last = statistics.median(entropy.values[:BEST]), max(entropy.values[-RECENT:])
     best = min(v for at, v in zip(*entropy, strict=True) if at <= fall.best_at)
-    if last > min(COLLAPSED * start, best / 2):
+    if last > max(min(COLLAPSED * start, best / 2), GONE * start):
         return []
     text = (
         f"entropy fell from {start:.3g} to {last:.3g} nats, and the mean reward from "
