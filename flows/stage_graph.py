@@ -29,6 +29,7 @@ from earl_core.deployment.stages import (
     taking_part,
 )
 from earl_core.dispatch import Manifest
+from earl_core.guard.caution import caution_in_key
 from earl_core.run.replay import new_rows
 from earl_core.selector.choice.prediction import NoFeasiblePlan
 from flows.overlap import PLACED, Overlap
@@ -158,6 +159,7 @@ class StageGraph:
             (read[name] if name in read else await self._weights(stage)).data_digest()
             for name in sources
         ]
+        digests += caution_in_key(stage.name, read.values())
         await self._perform(stage.name, digests, list(read.values()))
 
     async def _run_in_waves(self, stage: Stage) -> None:

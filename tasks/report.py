@@ -17,6 +17,7 @@ from earl_core.control.stage_execution import observe
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import PLAYED, STAGES
 from earl_core.dispatch import Manifest
+from earl_core.guard.decision import GUARD, decision_of
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from earl_core.run.saved_versions import prune_versions, save_versions
 from earl_core.secrets import redact
@@ -49,6 +50,8 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
     metrics["recovery/stages_repeated"] = float(controller.losses[iteration])
     compared = manifests.get("advantage")
     metrics["recovery/without_step"] = float(compared is not None and not compared.shards)
+    if compared is not None and GUARD in compared.outputs:
+        metrics["guard/cautious"] = float(decision_of(compared).cautious)
     metrics["recovery/groups_rebuilt"] = float(controller.groups.rebuilt[iteration])
     if controller.run.spill is not None:
         # How much a crash of the machine would cost right now.

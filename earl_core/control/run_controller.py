@@ -136,7 +136,8 @@ class RunController:
         hardware = figures_for(run.config.selector, found.hardware, hosts)
         self.hardware = with_network(hardware, hosts, fetch_bandwidth(run, peers))
         where, told = (run.config, run.path, run.logs, self.hardware), self.listener
-        self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
+        places = self.next_iteration, hosts, peers, here, run.note, run.branches
+        self.groups = WorkerGroups(*where, told, *places)
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
         self.followed: DeploymentPlan | None = None
         self.turns = EngineTurns()

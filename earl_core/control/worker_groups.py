@@ -85,7 +85,7 @@ class WorkerGroups:
     directory: the run's. listener: told what starts. next_iteration: the one that calls outside of
     a stage belong to. hosts: where ranks run; none: this machine. peers: for who reads shards.
     here: have all in this process and the callers' threads, for a debugger. note: keeps an event of
-    an iteration and a stage. `rebuilt`: groups that were lost between two calls, by iteration.
+    an iteration and a stage. branches: the run's. `rebuilt`: groups that were lost between two calls, by iteration.
     `division`: of the devices, by which groups have their places.
     """
 
@@ -101,6 +101,7 @@ class WorkerGroups:
         peers: Peers = Peers(),  # noqa: B008  (it cannot change)
         here: bool = False,
         note: Callable[[int, str, str], None] = lambda iteration, stage, event: None,
+        branches: Branches = Branches(),  # noqa: B008  (it cannot change)
     ) -> None:
         self.hardware = hardware
         self.rebuilt: Counter[int] = Counter()
@@ -111,7 +112,7 @@ class WorkerGroups:
         self._listener = listener
         self._next_iteration = next_iteration
         self._hosts = hosts or local_hosts(1)
-        self._peers = peers
+        self._peers, self._branches = peers, branches.dump()
         self._here = here
         self._closing = False
         self._groups: dict[Member, Group] = {}
@@ -187,6 +188,7 @@ class WorkerGroups:
                 "config": self._settings,
                 "run_directory": str(self._directory),
                 "peers": list(self._peers),
+                "branches": self._branches,
             },
         }
         hosts = [self._hosts[number] for number, _ in places]

@@ -226,6 +226,8 @@ class PolicyLearner:
         before_step: BeforeStep | None = None,
         on_step: StepHook | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        seed: int | None = None,
+        rate_factor: float = 1.0,
     ) -> dict[str, float]:
         """Apply one iteration's optimizer steps; returns metrics over all ranks' samples.
 
@@ -236,12 +238,15 @@ class PolicyLearner:
         on all ranks, that add nothing to their gradients (see `zero_advantage`); a minibatch of
         nothing else is a step as well. before_step is called before each step of the first epoch,
         on all ranks alike, where anything was measured, on_step(index) after each step, and
-        on_progress(trained samples, all samples of this rank) after each microbatch.
+        on_progress(trained samples, all samples of this rank) after each microbatch. seed: of the
+        order of groups; None: the learner's. rate_factor: of the learning rate.
 
         Raises ValueError when a column that the algorithm needs is missing, and UpdateRefused, on
         all ranks, before a step that would destroy the weights.
         """
         aim = aim_of(iteration, self.iterations, self.config, self._algorithm, self._imitation)
+        aim = aim._replace(learning_rate=aim.learning_rate * rate_factor)
+        seed = self.seed if seed is None else seed
         algorithm = aim.algorithm
         algorithm.check_columns(samples, aim.epochs * aim.minibatches)
         memory.reset_peak()
@@ -256,7 +261,7 @@ class PolicyLearner:
         steps = 0
         for epoch in range(aim.epochs):
             minibatches = split_table(
-                table, own, aim.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
+                table, own, aim.minibatches, seed=seed, iteration=iteration, epoch=epoch,
                 skipped=len(skipped.table),
             )  # fmt: skip
             plans = [self._plan(samples, each.rows, algorithm) for each in minibatches]

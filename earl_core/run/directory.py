@@ -35,6 +35,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import SpillError
+from earl_core.run.branches import Branches
 from earl_core.run.checkpoints import (
     MARKER,
     best_evaluated,
@@ -77,7 +78,7 @@ resumed: how many episodes may fail, how many hosts there are, how long they may
 
 class RunDirectory:
     """An opened run: locked by this process until `close()`. observations: what the selector learns
-    from. versions: its policy versions."""
+    from. versions: its policy versions. branches: those that it has had when it was opened."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
@@ -97,6 +98,7 @@ class RunDirectory:
         self._check_same_run()
         over = self.record, self.config.schedule.pinned, self.last_stable() + 1
         self.versions = PolicyVersions(self.path, staleness_over_iterations(*over))
+        self.branches = Branches.of(self.record)
         self.store: ShardStore = run_store(self.path, self.config)
         self.stores = HostStores(self.store)
         self.groups = GroupJournal(self.path)
