@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from earl_core.control.device_moves import follow, needs_barrier
 from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
+from earl_core.control.guarded import heed
 from earl_core.control.prompt_waves import divided, more
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.control.stage_execution import judge, observe
@@ -77,7 +78,8 @@ class StageGraph:
         self._runner, self._beside_publish, self._overlap = runner, beside_publish, overlap
 
     async def whole(self) -> dict[str, Manifest]:
-        """Run every stage that is not finished; their sealed manifests."""
+        """Run every stage that is not finished; their sealed manifests. Raises as `heed` does where
+        the guard has decided otherwise."""
         await self._until_done(self._rounds)
         return self.manifests
 
@@ -95,6 +97,8 @@ class StageGraph:
             if STAGES["reward"] in stages:
                 sealed = self.manifests
                 self.controller.episodes.begin(new_rows(rows_of(sealed)), sealed["reward"])
+            if STAGES["advantage"] in stages:
+                await self._runner.aside(heed, self.controller.run, self.manifests["advantage"])
 
     async def _until_done(self, work: Work) -> None:
         """Choose a plan and do `work` under it; again as often as a stage is infeasible and there

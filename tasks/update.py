@@ -32,7 +32,7 @@ def update(given: StageInputs) -> dict[str, Any]:
     taken = taken_before(run, iteration + 1)
     load = training_load(rows_of(given.manifests))
     watch = StageWatch(controller, deployment, iteration)
-    factors = {}
+    factors: dict[str, Any] = {}
     if is_cautious(given.manifests.values()):
         factors["rate_factor"] = RATE_FACTOR
         if controller.config.algorithm.kl.placement == "loss":

@@ -29,7 +29,8 @@ class Branch(BaseModel):
 
     number: from 1. after: the iteration after whose checkpoint it goes on; -1: the initial model.
     from_iteration: the one in which the run went back. kinds, text: of the findings, and why.
-    left_out: prompts that are not played in it. set_aside: where what came after `after` lies, in
+    left_out: prompts that are not played in it, those of earlier branches included, ascending.
+    set_aside: where what came after `after` lies, in
     the run directory; empty in a fork. pending: the run has yet to go back.
     """
 
@@ -75,15 +76,12 @@ class Branches:
         return seed if branch is None else derive_seed(seed, "branch", branch.number)
 
     def left_out(self, iteration: int) -> dict[str, frozenset[int]]:
-        """The prompts that an iteration leaves out, by label: all that were named so far."""
-        last = self.at(iteration)
-        if last is None:
-            return {}
-        named = {each for one in self.opened[: last.number] for each in one.left_out}
-        return {
-            label: frozenset(number for other, number in named if other == label)
-            for label, _ in named
-        }
+        """The prompts that an iteration leaves out, by label."""
+        branch = self.at(iteration)
+        found: dict[str, set[int]] = {}
+        for label, number in branch.left_out if branch is not None else ():
+            found.setdefault(label, set()).add(number)
+        return {label: frozenset(numbers) for label, numbers in found.items()}
 
     def key(self, iteration: int, stage: str) -> list[Any]:
         """What the key of a stage of an iteration covers besides all else; nothing before the first
@@ -91,8 +89,31 @@ class Branches:
         branch = None if stage == EVALUATION.name else self.at(iteration)
         if branch is None:
             return []
-        out = {label: sorted(each) for label, each in self.left_out(iteration).items()}
-        return [{"branch": branch.number, "left_out": out}]
+        return [{"branch": branch.number, "left_out": branch.left_out}]
+
+    def further(
+        self,
+        *,
+        after: int,
+        from_iteration: int,
+        kinds: Iterable[str],
+        text: str,
+        left_out: Iterable[Prompt],
+        set_aside: str,
+    ) -> Branches:
+        """These and one more, which is pending."""
+        out = {*left_out, *(each for one in self.opened for each in one.left_out)}
+        branch = Branch(
+            number=1 + max((each.number for each in self.opened), default=0),
+            after=after,
+            from_iteration=from_iteration,
+            kinds=tuple(dict.fromkeys(kinds)),
+            text=text,
+            left_out=tuple(sorted(out)),
+            set_aside=set_aside,
+            pending=True,
+        )
+        return Branches((*self.opened, branch))
 
     def through(self, iteration: int) -> Branches:
         """Those that are of the past of a run that goes on after this iteration."""

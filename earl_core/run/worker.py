@@ -39,7 +39,8 @@ Result = TypeVar("Result")
 
 class RunWorker:
     """Base of what a rank constructs and the controller calls. deployment: a dumped
-    `StageDeployment`. config: a dumped `RunConfig`. peers: those of `Peers`. branches: the run's, dumped."""
+    `StageDeployment`. config: a dumped `RunConfig`. peers: those of `Peers`. branches: the run's,
+    dumped."""
 
     def __init__(
         self,
