@@ -1,13 +1,15 @@
-"""Differences that are planted into a run while it trains, each in one stage of iteration 1."""
+"""What is planted into a run while it trains: differences, each in one stage of iteration 1, and
+decisions of the guard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 from earl_core.dispatch import Manifest
+from earl_core.guard.decision import GUARD, Decision
 from earl_core.rollout import group_worker
 from earl_core.run import RunDirectory
 from earl_core.trajectory.samples import derive_seed
@@ -25,6 +27,27 @@ def planted(what: str) -> Iterator[None]:
         with mock.patch.object(RunDirectory, "seal", _flipping(RunDirectory.seal)):
             yield
     else:
+        yield
+
+
+@contextmanager
+def decided(decisions: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Have decisions be sealed: each with its `iteration`, and `branch` if it is of one, and the
+    fields of `Decision`."""
+    seal = RunDirectory.seal
+
+    def sealing(run: RunDirectory, manifest: Manifest) -> Manifest:
+        branch = run.branches.at(manifest.iteration)
+        number = 0 if branch is None else branch.number
+        for each in decisions if manifest.stage == "advantage" else ():
+            given = dict(each)
+            if (given.pop("iteration"), given.pop("branch", 0)) == (manifest.iteration, number):
+                dumped = Decision.model_validate(given).model_dump(mode="json")
+                outputs = {**manifest.outputs, GUARD: dumped}
+                manifest = manifest.model_copy(update={"outputs": outputs})
+        return seal(run, manifest)
+
+    with mock.patch.object(RunDirectory, "seal", sealing):
         yield
 
 
