@@ -102,7 +102,8 @@ def finish_iteration(
         save_versions(run, iteration)
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)
-        run.prune_checkpoints()
+        found = [decision_of(each).findings for each in manifests.values() if GUARD in each.outputs]
+        run.prune_checkpoints(min((f.onset for each in found for f in each), default=None))
         prune_versions(run, run.stable_iterations())
     controller.finish_iteration(iteration)
     controller.tracker.changed()

@@ -17,6 +17,7 @@ from earl_core.run import RunDirectory
 from earl_core.run.branches import BRANCHES, Branch
 from earl_core.run.record import settings_of
 from earl_core.run.recovery import INITIAL, newest_whole, next_place
+from earl_core.secrets import redact
 from earl_core.system import fault_points
 from earl_core.system.errors import EarlError
 from earl_core.system.files import canonical_json
@@ -79,7 +80,7 @@ def begin_return(controller: RunController, told: GoesBack) -> Branch:
         after=after,
         from_iteration=told.iteration,
         kinds=[each.kind for each in decision.findings],
-        text=text,
+        text=redact(text),
         left_out=decision.left_out,
         set_aside=next_place(run.path),
     )

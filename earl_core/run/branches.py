@@ -45,6 +45,13 @@ class Branch(BaseModel):
     set_aside: str = ""
     pending: bool = False
 
+    @property
+    def line(self) -> str:
+        """The branch in a line for people."""
+        begins = f"after iteration {self.after}" if self.after >= 0 else "from the initial model"
+        lies = f" ({self.set_aside} holds what came after it)" if self.set_aside else ""
+        return f"{begins}{lies}: {self.text}"
+
 
 @dataclass(frozen=True)
 class Branches:

@@ -64,7 +64,7 @@ from earl_core.run.record import (
     write_record,
 )
 from earl_core.run.remote_stores import HostStores
-from earl_core.run.retention import first_kept, keeps_shards, kept_checkpoints
+from earl_core.run.retention import first_kept, good_checkpoints, keeps_shards, kept_checkpoints
 from earl_core.run.run_stores import claim, run_spill, run_store
 from earl_core.secrets import redact
 from earl_core.system.files import FileLock, make_directory, write_atomic
@@ -292,9 +292,10 @@ class RunDirectory:
         self.note(iteration, "checkpoint", "stable")
         self.release_through(iteration)
 
-    def prune_checkpoints(self) -> None:
+    def prune_checkpoints(self, onset: int | None = None) -> None:
         """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, those
-        that are still to be evaluated, and unfinished ones.
+        that are still to be evaluated, those that the guard may go back to, and unfinished ones.
+        onset: as of `good_checkpoints`.
 
         One that is held (`holding_checkpoint`) goes at the next pruning.
         """
@@ -305,6 +306,8 @@ class RunDirectory:
         best = best_evaluated(self.path, gated_returns(evaluations, known))
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, best)
         kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
+        if self.config.guard == "act":
+            kept |= good_checkpoints(stable, onset)
         for iteration in stable:
             if iteration not in kept:
                 remove_checkpoint(self.checkpoint_path(iteration))

@@ -49,6 +49,23 @@ def kept_weights(publications: Iterable[Manifest], oldest: int, newest: int) -> 
     return [each for each in young if keeps_weights(each, oldest, newest)]
 
 
+_STRETCH = 4
+"""Iterations: a finding that is told in one may begin up to three earlier."""
+
+
+def good_checkpoints(stable: Sequence[int], onset: int | None) -> set[int]:
+    """Iterations whose checkpoint the guard may have the run go back to: the first in each of the
+    last two stretches of iterations, so that one is older than what has not been found yet; and
+    the last one before the onset of what was found. stable: ascending. onset: None: nothing was."""
+    if not stable:
+        return set()
+    stretch = stable[-1] // _STRETCH
+    firsts = {each // _STRETCH: each for each in reversed(stable)}
+    kept = {firsts[each] for each in (stretch - 1, stretch) if each in firsts}
+    before = [each for each in stable if onset is not None and each < onset]
+    return kept | set(before[-1:])
+
+
 def kept_checkpoints(stable: Sequence[int], keep_last: int, best: int | None) -> set[int]:
     """Iterations whose checkpoint stays: the last ones, and the one that was evaluated best.
     stable: ascending."""

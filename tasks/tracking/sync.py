@@ -60,6 +60,9 @@ def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
     tags = {SENT: json.dumps({**sent, "past": _past(run)}, sort_keys=True)}
     reasons = _plan(run, sent.get("metrics", -1)).get("reasons", {})
     tags |= {f"plan.{stage}": str(reason) for stage, reason in reasons.items()}
+    for branch in run.branches.opened:
+        tags["branch"] = str(branch.number)
+        tags[f"branch.{branch.number}"] = branch.line
     stable = run.last_stable()
     if stable >= 0:
         tags["checkpoint"] = str(run.checkpoint_path(stable).resolve())

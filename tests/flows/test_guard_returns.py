@@ -64,3 +64,54 @@ def test_a_return_that_is_killed_twice_ends_with_the_same_bits(runs: Runs) -> No
         assert runs.weights(iteration) == runs.weights(iteration, "whole")
     runs.assert_learnt()
     assert runs.shared_memory() == []
+
+
+def test_an_iteration_by_itself_returns_and_the_next_goes_on(runs: Runs) -> None:
+    """It ends without an error, and what it began is done when it has ended."""
+    whole = {"overrides": [*KEEPING, "name=whole"], "decisions": [BACK]}
+    begun = {"overrides": KEEPING, "fault": "select.before@0=raise"}
+    alone = {"alone": "run", "decisions": [BACK]}
+    (first, *endings) = runs.train_here(begun, alone, alone, alone, alone, alone, whole)
+    assert "injected failure" in str(first)
+    assert endings == [None] * 6
+    assert [each["pending"] for each in branches(runs)] == [False]
+    assert [line["iteration"] for line in runs.metrics()] == [0, 1, 2]
+    assert runs.weights(2) == runs.weights(2, "whole")
+    runs.assert_learnt()
+
+
+def test_a_stop_says_why_and_goes_on_when_settings_have_changed(runs: Runs) -> None:
+    stop = {"iteration": 1, "findings": [FOUND], "stop": "the run went back three times"}
+    step = {"overrides": [], "decisions": [stop]}
+    other = {"overrides": ["update.learning_rate=5e-4"]}
+    first, second, last = runs.train_here(step, {"overrides": []}, other)
+    assert first == second
+    assert "iteration 1, before its update: the run went back three times" in str(first)
+    assert "The mean reward fell (reward_shift)" in str(first)
+    assert "earl resume" in str(first)
+    assert last is None
+    # The advantages of iteration 1 were made once.
+    assert runs.executed("sealed").count((1, "advantage")) == 1
+    runs.assert_learnt()
+
+
+def test_a_cautious_update_has_a_lower_rate_and_a_higher_penalty(
+    runs: Runs, undisturbed: Callable[..., Runs]
+) -> None:
+    """As a run of those settings from there on; and nothing else is another one's."""
+    cautious = {"iteration": 1, "cautious": True}
+    by_hand = ["name=hand", "update.learning_rate=3e-4"]
+    kl = 'algorithm.kl={"placement": "loss", "coefficient": 0.03}'
+    endings = runs.train_here(
+        {"decisions": [cautious]},
+        {"overrides": ["name=hand"], "fault": "update.before@1=raise"},
+        {"overrides": [*by_hand, kl]},
+    )
+    assert (endings[0], endings[2]) == (None, None)
+    assert runs.weights(0) == undisturbed().weights(0)
+    assert runs.weights(1) == runs.weights(1, "hand") != undisturbed().weights(1)
+    assert [line.get("guard/cautious") for line in runs.metrics()] == [None, 1.0]
+    assert runs.metrics()[1]["update/learning_rate"] == 3e-4
+    (line,) = [each for each in runs.ledger() if each["event"].startswith("cautious")]
+    assert line["event"].endswith("the learning rate is x 0.3, the KL coefficient x 3")
+    runs.assert_learnt()
