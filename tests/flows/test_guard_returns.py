@@ -6,8 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from earl_core.run.episodes import read_episodes
 from earl_core.run.record import read_record
 from tests.flows.runs import KILLED, Runs
+from tests.flows.test_stream import stream
 
 THREE = "iterations=3"
 FOUND = {"kind": "reward_shift", "onset": 1, "text": "The mean reward fell.", "prompts": [["", 5]]}
@@ -21,8 +25,6 @@ def branches(runs: Runs, name: str = "run") -> list[dict[str, Any]]:
 
 
 def prompts(runs: Runs, iteration: int, name: str = "run") -> set[int]:
-    from earl_core.run.episodes import read_episodes
-
     path = runs.run(name) / "iterations" / f"{iteration:06d}" / "episodes.parquet"
     return {each["prompt_id"] for each in read_episodes(path)}
 
@@ -115,3 +117,46 @@ def test_a_cautious_update_has_a_lower_rate_and_a_higher_penalty(
     (line,) = [each for each in runs.ledger() if each["event"].startswith("cautious")]
     assert line["event"].endswith("the learning rate is x 0.3, the KL coefficient x 3")
     runs.assert_learnt()
+
+
+STALE = (
+    "iterations=4",
+    "schedule.staleness=1",
+    "algorithm.importance_correction={}",
+    "checkpoint.keep_last=4",
+)
+
+
+@pytest.mark.slow
+def test_iterations_that_run_ahead_end_before_the_run_goes_back(runs: Runs) -> None:
+    """Side by side and killed, with the bits of iterations in turn."""
+    runs.environment["EARL_TEST_DECISIONS"] = json.dumps([BACK])
+    in_turn = {"overrides": [*STALE, "name=turn"], "decisions": [BACK]}
+    assert runs.train_here(in_turn) == [None]
+    beside = (*STALE, "stages.placement=shared")
+    runs.train(*beside, fault="return.noted@2=kill", expect=KILLED)
+    runs.wait_for_workers_to_end()
+    runs.train(*beside)
+    assert [each["after"] for each in branches(runs)] == [0]
+    assert [runs.weights(k) for k in range(4)] == [runs.weights(k, "turn") for k in range(4)]
+    aside = runs.run() / branches(runs)[0]["set_aside"] / "iterations"
+    assert {path.name for path in aside.iterdir()} >= {"000001", "000002", "000003"}
+    runs.assert_learnt()
+    assert runs.shared_memory() == []
+
+
+@pytest.mark.slow
+def test_groups_of_a_stream_are_played_anew_in_a_branch(runs: Runs) -> None:
+    given = stream(1, 4)
+    runs.environment |= {"EARL_TEST_DECISIONS": json.dumps([BACK]), "EARL_CLOCK": "4"}
+    runs.train(*given, "checkpoint.keep_last=4", "name=whole")
+    runs.train(*given, "checkpoint.keep_last=4", fault="return.begun@2=kill", expect=KILLED)
+    runs.wait_for_workers_to_end()
+    runs.train(*given, "checkpoint.keep_last=4")
+    for name in ("run", "whole"):
+        (branch,) = branches(runs, name)
+        assert (runs.run(name) / branch["set_aside"] / "groups.jsonl").is_file()
+        assert prompts(runs, 1, name) == {4, 6, 7, 8}
+        runs.assert_learnt(name)
+    assert [runs.weights(k) for k in range(4)] == [runs.weights(k, "whole") for k in range(4)]
+    assert runs.shared_memory() == []
