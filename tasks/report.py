@@ -11,13 +11,13 @@ from typing import Any
 
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
+from earl_core.control.guarding import guard_metrics, kept_for_return
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import PLAYED, STAGES
 from earl_core.dispatch import Manifest
-from earl_core.guard.decision import GUARD, decision_of
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from earl_core.run.saved_versions import prune_versions, save_versions
 from earl_core.secrets import redact
@@ -50,14 +50,12 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
     metrics["recovery/stages_repeated"] = float(controller.losses[iteration])
     compared = manifests.get("advantage")
     metrics["recovery/without_step"] = float(compared is not None and not compared.shards)
-    if compared is not None and GUARD in compared.outputs:
-        metrics["guard/cautious"] = float(decision_of(compared).cautious)
     metrics["recovery/groups_rebuilt"] = float(controller.groups.rebuilt[iteration])
     if controller.run.spill is not None:
         # How much a crash of the machine would cost right now.
         metrics["dispatch/spill_lag_bytes"] = float(controller.run.spill.lag_bytes)
         metrics["dispatch/spilled_bytes"] = float(controller.run.spill.spilled_bytes)
-    return metrics | _choice_metrics(controller, manifests)
+    return metrics | guard_metrics(manifests) | _choice_metrics(controller, manifests)
 
 
 def _stage_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
@@ -102,8 +100,7 @@ def finish_iteration(
         save_versions(run, iteration)
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)
-        found = [decision_of(each).findings for each in manifests.values() if GUARD in each.outputs]
-        run.prune_checkpoints(min((f.onset for each in found for f in each), default=None))
+        run.prune_checkpoints(kept_for_return(controller, iteration, manifests.get("advantage")))
         prune_versions(run, run.stable_iterations())
     controller.finish_iteration(iteration)
     controller.tracker.changed()

@@ -112,8 +112,7 @@ class WorkerGroups:
         self._listener = listener
         self._next_iteration = next_iteration
         self._hosts = hosts or local_hosts(1)
-        self._of_run = {"peers": list(peers), "branches": branches.dump()}
-        self._here = here
+        self._of_run, self._here = {"peers": list(peers), "branches": branches.dump()}, here
         self._closing = False
         self._groups: dict[Member, Group] = {}
         self._places: dict[Member, tuple[Place, ...]] = {}

@@ -251,10 +251,8 @@ class PolicyLearner:
         if aim.fresh:
             self.optimizer.state.clear()
         skipped = skipped or Skipped()
-        routing = RoutingTally(Ranks(self.mesh), algorithm.balance)
-        metrics = UpdateMetrics(rate, routing)
-        whole = algorithm.whole_episodes
-        table, own = gathered_table(self._ranks, samples, skipped.table, whole)
+        metrics = UpdateMetrics(rate, RoutingTally(Ranks(self.mesh), algorithm.balance))
+        table, own = gathered_table(self._ranks, samples, skipped.table, algorithm.whole_episodes)
         steps = 0
         for epoch in range(aim.epochs):
             minibatches = split_table(

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config.environment import EnvironmentConfig
+from earl_core.environments.base import StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.environments.real_numbers import is_no_number
+from earl_core.environments.trial import plays
+from earl_core.experience.probe import Asked, ProbedEpisode, reply_difference
+from earl_core.guard.seen import environment_source
 from earl_core.rollout.agent_loop import live_slots, play
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
@@ -21,8 +26,9 @@ from earl_core.rollout.gateway.opponents import play_against_policy
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.group_record import GroupRecord
 from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.secrets import redact
 from earl_core.system.files import write_atomic
-from earl_core.trajectory.samples import Episode, EpisodeSpec
+from earl_core.trajectory.samples import Episode, EpisodeSpec, utf8
 
 _PARKED = "parked "
 
@@ -104,6 +110,33 @@ class EnvironmentPools:
         asks = environment.agent is not None or (pool is not None and pool.wants_policy)
         said = environment.deterministic and (pool is None or pool.deterministic)
         return said and not asks
+
+    async def replay(
+        self, environments: Mapping[str, EnvironmentConfig], probed: Sequence[ProbedEpisode]
+    ) -> Asked:
+        """Give recorded answers to the environments that are played here and can be replayed, and
+        compare what they reply. What fails says nothing, but for a reward that is no number."""
+        found, asked = Asked(), []
+        for at, each in enumerate(probed):
+            environment = environments.get(each.episode["environment"])
+            pool = environment and self._pools.get(_key(environment))
+            # Tools are asked by another way, and an opponent that is trained answers otherwise.
+            if environment and pool and self.can_replay(environment) and not pool.tools:
+                prompt = each.episode["prompt_id"]
+                before = plays.Played(prompt, each.seed, texts=each.answers)
+                asked.append((each, plays.replay(pool, -1 - at, before)))
+        replayed = await asyncio.gather(*(again for _, again in asked))
+        for (each, _), after in zip(asked, replayed, strict=True):
+            source = environment_source(each.episode["environment"])
+            replies = [r.messages if isinstance(r, StepResult) else r for r in after.replies]
+            said = [redact(utf8("\n".join(m["content"] for m in shown))) for shown in replies]
+            told = reply_difference(each, said, [result.reward for result in after.results])
+            if after.failure is not None:
+                if not is_no_number(after.failure.detail):
+                    continue
+                told = "a reward that is no number"
+            found.add(source, each.episode["episode_id"], told)
+        return found
 
     async def close(self) -> None:
         """End all hosts."""

@@ -24,6 +24,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ from earl_core.run.record import (
     write_record,
 )
 from earl_core.run.remote_stores import HostStores
-from earl_core.run.retention import first_kept, good_checkpoints, keeps_shards, kept_checkpoints
+from earl_core.run.retention import first_kept, keeps_shards, kept_checkpoints
 from earl_core.run.run_stores import claim, run_spill, run_store
 from earl_core.secrets import redact
 from earl_core.system.files import FileLock, make_directory, write_atomic
@@ -292,10 +293,9 @@ class RunDirectory:
         self.note(iteration, "checkpoint", "stable")
         self.release_through(iteration)
 
-    def prune_checkpoints(self, onset: int | None = None) -> None:
+    def prune_checkpoints(self, also: Collection[int] = ()) -> None:
         """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, those
-        that are still to be evaluated, those that the guard may go back to, and unfinished ones.
-        onset: as of `good_checkpoints`.
+        that are still to be evaluated, unfinished ones, and those of the iterations `also`.
 
         One that is held (`holding_checkpoint`) goes at the next pruning.
         """
@@ -305,9 +305,8 @@ class RunDirectory:
         known = () if unmeasured_gates(evaluations, gates) else gates
         best = best_evaluated(self.path, gated_returns(evaluations, known))
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, best)
+        kept |= {*also}
         kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
-        if self.config.guard == "act":
-            kept |= good_checkpoints(stable, onset)
         for iteration in stable:
             if iteration not in kept:
                 remove_checkpoint(self.checkpoint_path(iteration))

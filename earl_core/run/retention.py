@@ -53,17 +53,13 @@ _STRETCH = 4
 """Iterations: a finding that is told in one may begin up to three earlier."""
 
 
-def good_checkpoints(stable: Sequence[int], onset: int | None) -> set[int]:
-    """Iterations whose checkpoint the guard may have the run go back to: the first in each of the
-    last two stretches of iterations, so that one is older than what has not been found yet; and
-    the last one before the onset of what was found. stable: ascending. onset: None: nothing was."""
-    if not stable:
-        return set()
-    stretch = stable[-1] // _STRETCH
+def good_checkpoints(stable: Sequence[int]) -> set[int]:
+    """Iterations whose checkpoint the guard may have the run go back to before anything is found:
+    the first in each of the last two stretches of iterations, so that one is older than what has
+    begun and has not been found yet. stable: ascending."""
+    stretch = max(stable, default=0) // _STRETCH
     firsts = {each // _STRETCH: each for each in reversed(stable)}
-    kept = {firsts[each] for each in (stretch - 1, stretch) if each in firsts}
-    before = [each for each in stable if onset is not None and each < onset]
-    return kept | set(before[-1:])
+    return {firsts[each] for each in (stretch - 1, stretch) if each in firsts}
 
 
 def kept_checkpoints(stable: Sequence[int], keep_last: int, best: int | None) -> set[int]:
