@@ -1,7 +1,7 @@
 """The run directory, the only truth about a run.
 
 runs/<name>/
-  run.json                       uid, finished, tracking ids, the settings last worked with
+  run.json                       uid, finished, tracking ids, branches, the settings last worked with
   config.yaml                    the resolved configuration
   lock                           held by the live controller
   ledger.jsonl                   what each attempt really executed

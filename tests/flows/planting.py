@@ -3,16 +3,18 @@ decisions of the guard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
-from earl_core.guard.decision import GUARD, Decision
+from earl_core.guard.decision import Decision
 from earl_core.rollout import group_worker
 from earl_core.run import RunDirectory
 from earl_core.trajectory.samples import derive_seed
+from tasks import advantage
 
 ITERATION = 1
 
@@ -32,22 +34,22 @@ def planted(what: str) -> Iterator[None]:
 
 @contextmanager
 def decided(decisions: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Have decisions be sealed: each with its `iteration`, and `branch` if it is of one, and the
-    fields of `Decision`."""
-    seal = RunDirectory.seal
+    """Have the guard decide so: each with its `iteration`, and `branch` if it is of one, and the
+    fields of `Decision`; else as it does."""
+    diagnose = advantage.diagnose
 
-    def sealing(run: RunDirectory, manifest: Manifest) -> Manifest:
-        branch = run.branches.at(manifest.iteration)
-        number = 0 if branch is None else branch.number
-        for each in decisions if manifest.stage == "advantage" else ():
+    def deciding(
+        controller: RunController, iteration: int, manifests: Mapping[str, Manifest]
+    ) -> Decision:
+        branch = controller.run.branches.at(iteration)
+        place = iteration, 0 if branch is None else branch.number
+        for each in decisions:
             given = dict(each)
-            if (given.pop("iteration"), given.pop("branch", 0)) == (manifest.iteration, number):
-                dumped = Decision.model_validate(given).model_dump(mode="json")
-                outputs = {**manifest.outputs, GUARD: dumped}
-                manifest = manifest.model_copy(update={"outputs": outputs})
-        return seal(run, manifest)
+            if (given.pop("iteration"), given.pop("branch", 0)) == place:
+                return Decision.model_validate(given)
+        return diagnose(controller, iteration, manifests)
 
-    with mock.patch.object(RunDirectory, "seal", sealing):
+    with mock.patch.object(advantage, "diagnose", deciding):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,62 @@ import pytest
 
 from earl_core.run.episodes import read_episodes
 from earl_core.run.record import read_record
+from flows.cli.runs import summarize
+from flows.cli.status import run_states
 from tests.flows.runs import KILLED, Runs
 from tests.flows.test_stream import stream
 
-THREE = "iterations=3"
 FOUND = {"kind": "reward_shift", "onset": 1, "text": "The mean reward fell.", "prompts": [["", 5]]}
 BACK: dict[str, Any] = {"iteration": 2, "findings": [FOUND], "back_to": 0}
-KEEPING = (THREE, "checkpoint.keep_last=3")
+KEEPING = ("iterations=3", "checkpoint.keep_last=3")
+STOP = {"iteration": 1, "findings": [FOUND], "stop": "the run went back three times"}
+CAUTIOUS = {"iteration": 1, "cautious": True}
+STREAM = (*stream(1, 3), "checkpoint.keep_last=3")
+
+
+def kl(placement: str, coefficient: float) -> str:
+    return f"algorithm.kl={{placement: {placement}, coefficient: {coefficient}}}"
+
+
+def named(name: str, *overrides: str, **step: Any) -> dict[str, Any]:
+    """A step of `Runs.train_here`: a run of this name."""
+    return {"overrides": [*KEEPING, f"name={name}", *overrides], **step}
+
+
+def careful(name: str, placement: str) -> list[dict[str, Any]]:
+    """Two runs of two iterations: one is cautious in the second, one is set so by hand."""
+    short, before = "iterations=2", kl(placement, 0.01)
+    by_hand = [f"{name}-hand", short, "update.learning_rate=3e-4", kl(placement, 0.03)]
+    return [
+        named(name, short, before, decisions=[CAUTIOUS]),
+        named(f"{name}-hand", short, before, fault="reward.before@1=raise"),
+        named(*by_hand),
+    ]
+
+
+@pytest.fixture(scope="module")
+def story(module_runs: Runs) -> Runs:
+    """Runs to which all of it happens, one after another in one process."""
+    alone = {"alone": "alone", "decisions": [BACK]}
+    steps = [
+        named("run", decisions=[BACK]),
+        {"fork": ["run", "0", "early"]},
+        {"fork": ["run", "1", "late"]},
+        *careful("loss", "loss"),
+        *careful("charged", "reward"),
+        named("alone", fault="select.before@0=raise"),
+        *[alone] * 5,
+        named("stop", "iterations=2", decisions=[STOP]),
+        named("stop", "iterations=2"),
+        named("stop", "iterations=2", "update.learning_rate=5e-4"),
+        {"overrides": [*STREAM, "name=stream"], "decisions": [BACK]},
+    ]
+    endings = module_runs.train_here(*steps)
+    failed = {number: each for number, each in enumerate(endings) if each is not None}
+    assert sorted(failed) == [4, 7, 9, 15, 16], failed
+    assert failed[15] == failed[16]
+    (module_runs.directory / "stopped.txt").write_text(str(failed[15]))
+    return module_runs
 
 
 def branches(runs: Runs, name: str = "run") -> list[dict[str, Any]]:
@@ -29,32 +79,83 @@ def prompts(runs: Runs, iteration: int, name: str = "run") -> set[int]:
     return {each["prompt_id"] for each in read_episodes(path)}
 
 
+def weights(runs: Runs, name: str = "run") -> list[str]:
+    iterations = [int(line["iteration"]) for line in runs.metrics(name)]
+    return [runs.weights(k, name) for k in iterations]
+
+
 def test_a_return_plays_otherwise_in_a_branch_and_leaves_prompts_out(
-    runs: Runs, undisturbed: Callable[..., Runs]
+    story: Runs, undisturbed: Callable[..., Runs]
 ) -> None:
-    whole = undisturbed(*KEEPING)
-    assert runs.train_here({"overrides": KEEPING, "decisions": [BACK]}) == [None]
-    (branch,) = branches(runs)
+    plain, (branch,) = undisturbed(), branches(story)
     assert (branch["number"], branch["after"], branch["from_iteration"]) == (1, 0, 2)
     assert (branch["kinds"], branch["pending"]) == (["reward_shift"], False)
     assert branch["left_out"] == [["", 5]]
-    aside = runs.run() / branch["set_aside"]
+    aside = story.run() / branch["set_aside"]
     assert sorted(path.name for path in (aside / "iterations").iterdir()) == ["000001", "000002"]
     assert (aside / "iterations" / "000002" / "advantage.json").is_file()
-    assert runs.weights(0) == whole.weights(0)
-    assert runs.weights(1) != whole.weights(1)
-    assert 5 in prompts(whole, 1)
-    assert prompts(runs, 1) == {4, 6, 7, 8}
-    assert prompts(runs, 2) == {9, 10, 11, 12}
-    runs.assert_learnt()
-    assert [line["iteration"] for line in runs.metrics()] == [0, 1, 2]
-    assert runs.shared_memory() == []
+    assert story.weights(0) == plain.weights(0)
+    assert story.weights(1) != plain.weights(1)
+    assert prompts(plain, 1) == {4, 5, 6, 7}
+    assert prompts(story, 1) == {4, 6, 7, 8}
+    assert prompts(story, 2) == {9, 10, 11, 12}
+    story.assert_learnt()
+    assert [line["iteration"] for line in story.metrics()] == [0, 1, 2]
+    assert story.shared_memory() == []
 
 
-def test_a_return_that_is_killed_twice_ends_with_the_same_bits(runs: Runs) -> None:
+def test_people_see_the_branch(story: Runs) -> None:
+    found = {row["run"]: row["branch"] for row in run_states(story.directory / "runs")}
+    assert (found["run"], found["loss"]) == (1, None)
+    assert summarize(story.run()).branch == 1
+
+
+def test_forks_go_on_in_the_branch_of_their_checkpoint(story: Runs) -> None:
+    for name in ("early", "late"):
+        (branch,) = branches(story, name)
+        assert (branch["number"], branch["set_aside"]) == (1, "")
+        assert story.weights(2, name) == story.weights(2)
+        assert (1 if name == "early" else 2, "rollout") not in story.executed("started", name)
+
+
+def test_an_iteration_by_itself_returns_and_the_next_goes_on(story: Runs) -> None:
+    """It ends without an error, and what it began is done when it has ended."""
+    assert [each["pending"] for each in branches(story, "alone")] == [False]
+    assert weights(story, "alone") == weights(story)
+
+
+def test_a_stop_says_why_and_goes_on_when_settings_have_changed(story: Runs) -> None:
+    said = (story.directory / "stopped.txt").read_text()
+    assert "iteration 1, before its update: the run went back three times" in said
+    assert "The mean reward fell (reward_shift)" in said
+    assert "earl resume" in said
+    # The advantages of iteration 1 were made once.
+    assert story.executed("sealed", "stop").count((1, "advantage")) == 1
+    story.assert_learnt("stop")
+
+
+@pytest.mark.parametrize("name", ["loss", "charged"])
+def test_a_cautious_update_has_a_lower_rate_and_a_higher_penalty(
+    story: Runs, undisturbed: Callable[..., Runs], name: str
+) -> None:
+    """As a run of those settings from there on; and nothing else is another one's."""
+    careful, by_hand = weights(story, name), weights(story, f"{name}-hand")
+    assert careful == by_hand
+    if name == "loss":
+        plain = undisturbed()
+        assert careful[0] == plain.weights(0)
+        assert careful[1] != plain.weights(1)
+    lines = story.metrics(name)
+    assert [line["guard/cautious"] for line in lines] == [0.0, 1.0]
+    assert lines[1]["update/learning_rate"] == 3e-4
+    (line,) = [each for each in story.ledger(name) if each["event"].startswith("cautious")]
+    assert line["event"].endswith("the learning rate is x 0.3, the KL coefficient x 3")
+    story.assert_learnt(name)
+
+
+def test_a_return_that_is_killed_twice_ends_with_the_same_bits(runs: Runs, story: Runs) -> None:
     """In the middle of moving things, and when all is moved and nothing says so."""
     runs.environment["EARL_TEST_DECISIONS"] = json.dumps([BACK])
-    assert runs.train_here({"overrides": [*KEEPING, "name=whole"], "decisions": [BACK]}) == [None]
     runs.train(*KEEPING, fault="aside.iterations@2=kill", expect=KILLED)
     assert branches(runs)[0]["pending"]
     assert (runs.run() / "iterations" / "000002" / "advantage.json").is_file()
@@ -62,61 +163,9 @@ def test_a_return_that_is_killed_twice_ends_with_the_same_bits(runs: Runs) -> No
     assert branches(runs)[0]["pending"]
     runs.train(*KEEPING)
     assert [each["pending"] for each in branches(runs)] == [False]
-    for iteration in range(3):
-        assert runs.weights(iteration) == runs.weights(iteration, "whole")
+    assert weights(runs) == weights(story)
     runs.assert_learnt()
     assert runs.shared_memory() == []
-
-
-def test_an_iteration_by_itself_returns_and_the_next_goes_on(runs: Runs) -> None:
-    """It ends without an error, and what it began is done when it has ended."""
-    whole = {"overrides": [*KEEPING, "name=whole"], "decisions": [BACK]}
-    begun = {"overrides": KEEPING, "fault": "select.before@0=raise"}
-    alone = {"alone": "run", "decisions": [BACK]}
-    (first, *endings) = runs.train_here(begun, alone, alone, alone, alone, alone, whole)
-    assert "injected failure" in str(first)
-    assert endings == [None] * 6
-    assert [each["pending"] for each in branches(runs)] == [False]
-    assert [line["iteration"] for line in runs.metrics()] == [0, 1, 2]
-    assert runs.weights(2) == runs.weights(2, "whole")
-    runs.assert_learnt()
-
-
-def test_a_stop_says_why_and_goes_on_when_settings_have_changed(runs: Runs) -> None:
-    stop = {"iteration": 1, "findings": [FOUND], "stop": "the run went back three times"}
-    step = {"overrides": [], "decisions": [stop]}
-    other = {"overrides": ["update.learning_rate=5e-4"]}
-    first, second, last = runs.train_here(step, {"overrides": []}, other)
-    assert first == second
-    assert "iteration 1, before its update: the run went back three times" in str(first)
-    assert "The mean reward fell (reward_shift)" in str(first)
-    assert "earl resume" in str(first)
-    assert last is None
-    # The advantages of iteration 1 were made once.
-    assert runs.executed("sealed").count((1, "advantage")) == 1
-    runs.assert_learnt()
-
-
-def test_a_cautious_update_has_a_lower_rate_and_a_higher_penalty(
-    runs: Runs, undisturbed: Callable[..., Runs]
-) -> None:
-    """As a run of those settings from there on; and nothing else is another one's."""
-    cautious = {"iteration": 1, "cautious": True}
-    by_hand = ["name=hand", "update.learning_rate=3e-4"]
-    kl = 'algorithm.kl={"placement": "loss", "coefficient": 0.03}'
-    endings = runs.train_here(
-        {"decisions": [cautious]},
-        {"overrides": ["name=hand"], "fault": "update.before@1=raise"},
-        {"overrides": [*by_hand, kl]},
-    )
-    assert (endings[0], endings[2]) == (None, None)
-    assert runs.weights(0) == undisturbed().weights(0)
-    assert runs.weights(1) == runs.weights(1, "hand") != undisturbed().weights(1)
-    assert [line.get("guard/cautious") for line in runs.metrics()] == [None, 1.0]
-    assert runs.metrics()[1]["update/learning_rate"] == 3e-4
-    (line,) = [each for each in runs.ledger() if each["event"].startswith("cautious")]
-    assert line["event"].endswith("the learning rate is x 0.3, the KL coefficient x 3")
-    runs.assert_learnt()
 
 
 STALE = (
@@ -134,29 +183,44 @@ def test_iterations_that_run_ahead_end_before_the_run_goes_back(runs: Runs) -> N
     in_turn = {"overrides": [*STALE, "name=turn"], "decisions": [BACK]}
     assert runs.train_here(in_turn) == [None]
     beside = (*STALE, "stages.placement=shared")
-    runs.train(*beside, fault="return.noted@2=kill", expect=KILLED)
+    gate = runs.directory / "gate"
+    gate.touch()
+    runs.environment["EARL_FAULT_GATE"] = str(gate)
+    process = runs.start(*beside, fault="advantage.before@2=wait;return.noted@2=kill")
+    deadline = time.monotonic() + 240
+    while (3, "rollout") not in runs.executed("sealed"):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    gate.unlink()
+    process.wait(300)
+    assert process.returncode == KILLED
     runs.wait_for_workers_to_end()
     runs.train(*beside)
     assert [each["after"] for each in branches(runs)] == [0]
     assert [runs.weights(k) for k in range(4)] == [runs.weights(k, "turn") for k in range(4)]
     aside = runs.run() / branches(runs)[0]["set_aside"] / "iterations"
-    assert {path.name for path in aside.iterdir()} >= {"000001", "000002", "000003"}
+    assert {path.name for path in aside.iterdir()} == {"000001", "000002", "000003"}
     runs.assert_learnt()
     assert runs.shared_memory() == []
 
 
-@pytest.mark.slow
-def test_groups_of_a_stream_are_played_anew_in_a_branch(runs: Runs) -> None:
-    given = stream(1, 4)
+def test_groups_of_a_stream_are_played_anew_in_a_branch(story: Runs) -> None:
+    (branch,) = branches(story, "stream")
+    assert (story.run("stream") / branch["set_aside"] / "groups.jsonl").is_file()
+    assert [prompts(story, k, "stream") for k in (1, 2)] == [{4, 6, 7, 8}, {9, 10, 11, 12}]
+    story.assert_learnt("stream")
+
+
+@pytest.mark.campaign
+def test_a_stream_that_is_killed_while_it_goes_back_ends_with_the_same_bits(runs: Runs) -> None:
     runs.environment |= {"EARL_TEST_DECISIONS": json.dumps([BACK]), "EARL_CLOCK": "4"}
-    runs.train(*given, "checkpoint.keep_last=4", "name=whole")
-    runs.train(*given, "checkpoint.keep_last=4", fault="return.begun@2=kill", expect=KILLED)
+    runs.train(*STREAM, "name=whole")
+    runs.train(*STREAM, fault="return.begun@2=kill", expect=KILLED)
     runs.wait_for_workers_to_end()
-    runs.train(*given, "checkpoint.keep_last=4")
+    runs.train(*STREAM)
     for name in ("run", "whole"):
-        (branch,) = branches(runs, name)
-        assert (runs.run(name) / branch["set_aside"] / "groups.jsonl").is_file()
-        assert prompts(runs, 1, name) == {4, 6, 7, 8}
+        assert len(branches(runs, name)) == 1
         runs.assert_learnt(name)
-    assert [runs.weights(k) for k in range(4)] == [runs.weights(k, "whole") for k in range(4)]
+    assert weights(runs) == weights(runs, "whole")
     assert runs.shared_memory() == []
