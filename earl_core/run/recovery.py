@@ -87,7 +87,9 @@ def go_back(run: Path, iteration: int) -> None:
             verify_checkpoint(run, iteration)
         _set_aside(run, iteration, "As asked for:")
         # A kill before this leaves branches that begin where they began.
-        _keep_branches(run, _branches(run).through(iteration))
+        branches = _branches(run)
+        if branches.through(iteration) != branches:
+            _write_branches(run, branches.through(iteration))
 
 
 def complete_return(run: Path) -> None:
@@ -109,7 +111,7 @@ def _complete_return(run: Path) -> None:
         _set_aside(run, branch.after, f"Branch {branch.number}: {branch.text}", aside)
         fault_points.point("return.moved", branch.from_iteration)
         done = branch.model_copy(update={"pending": False})
-        _keep_branches(run, Branches((*branches.opened[:place], done)))
+        _write_branches(run, Branches((*branches.opened[:place], done)))
         fault_points.point("return.done", branch.from_iteration)
 
 
@@ -120,10 +122,8 @@ def _branches(run: Path) -> Branches:
         return Branches()
 
 
-def _keep_branches(run: Path, branches: Branches) -> None:
-    record = read_record(run)
-    if Branches.of(record) != branches:
-        write_record(run, {**record, BRANCHES: branches.dump()})
+def _write_branches(run: Path, branches: Branches) -> None:
+    write_record(run, {**read_record(run), BRANCHES: branches.dump()})
 
 
 def _set_played_aside(run: Path, place: Path) -> None:
