@@ -11,7 +11,7 @@ from typing import Any
 
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
-from earl_core.control.guarding import guard_metrics, kept_for_return
+from earl_core.control.guarding import found_in, guard_metrics, kept_for_return
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe
@@ -26,6 +26,7 @@ from earl_core.system import fault_points
 from earl_core.system.plural import plural
 from tasks.reports.curve_report import curve_page
 from tasks.reports.episode_report import episodes_page
+from tasks.reports.guard_report import guard_page
 from tasks.reports.lines import Line
 from tasks.reports.plan_report import plan_page
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
@@ -111,7 +112,8 @@ def finish_iteration(
 async def publish_artifacts(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
-    """Prefect's pages: the plan and its candidates, the curve, two episodes, the way to MLflow.
+    """Prefect's pages: the plan and its candidates, the curve, two episodes, what the guard found,
+    the way to MLflow.
 
     manifests: up to the update's. The observations of the stages are made first. Pages that cannot
     be made or stored stop no training.
@@ -175,6 +177,8 @@ def run_pages(
             plan_page(run, plan, run.plan(iteration - 1), _seen(controller, iteration)),
             f"The stage deployments of iteration {iteration}, and why they were chosen",
         )
+    if found := found_in(run, iteration):
+        pages["guard"] = guard_page(found), "What the guard has found, the newest first"
     if iteration >= 0 and (episodes := _sample_episodes(controller, iteration)):
         page = episodes_page(iteration, episodes)
         pages["episodes"] = page, f"A good and a bad episode of iteration {iteration}"

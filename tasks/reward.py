@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from earl_core.control.guarding import bounds_of, probe_places, probed_functions
+from earl_core.control.guard_probe import probed_functions
+from earl_core.control.guarding import bounds_of
 from earl_core.control.prompt_waves import divided, rank_results, whole_reward
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import key_of
 from earl_core.deployment.stages import in_wave, rows_of
 from earl_core.dispatch import Manifest, ManifestError
-from earl_core.experience.probe import SCORED
 from earl_core.experience.reward import merge_rewards
 from earl_core.run.replay import replayed_groups
 from earl_core.secrets import redact_tree
@@ -39,8 +39,7 @@ def reward(given: StageInputs) -> dict[str, Any]:
         before=round(sum(each.metrics["episodes"] for each in rollouts if each is not played)),
         scored=_scored_before(controller, played),
         bounds=bounds_of(controller, given.iteration),
-        probe=probe_places(controller, given.iteration, SCORED) if given.wave < 2 else [],
-        probed_by=probed_functions(controller),
+        probe=probed_functions(controller, given.iteration) if given.wave < 2 else {},
     )
     merged = merge_rewards(results, config, rank_results(rewards))
     if given.wave:

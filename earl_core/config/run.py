@@ -151,8 +151,8 @@ class RunConfig(Settings):
     )
     guard: Guard = Field(
         default="warn",
-        description="Consequence of poisoned rewards and a collapse. off: nobody looks. warn: each "
-        "finding is told. act: episodes are left out, the run becomes cautious, then goes back.",
+        description="Consequence of poisoned rewards and a collapse. off: nobody looks. warn: "
+        "findings are told. act: episodes leave, the run becomes cautious, and goes back.",
     )
     dispatch: DispatchConfig = Field(
         default=DispatchConfig(), description="Shared memory for the data that stages pass on."
@@ -222,8 +222,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
-        rollout, update = self.rollout, self.update
-        problem = self._needs_zero_advantage
+        rollout, update, problem = self.rollout, self.update, self._needs_zero_advantage
         if problem and update.zero_advantage == "skip":
             raise ValueError(
                 f"update.zero_advantage is `skip`, but {problem}, which gives samples without an "

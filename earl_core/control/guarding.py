@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
 
+from earl_core.control.guard_probe import ended_before, probe_findings
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stages import rows_of
 from earl_core.dispatch import Manifest, ManifestError
-from earl_core.environments.rewards.reward_functions import BUILT_IN
-from earl_core.experience.probe import PROBE, Asked, Probe
-from earl_core.experience.probe_drawing import draw_probe
+from earl_core.environments.real_numbers import invalid_rewards
 from earl_core.guard.decision import Decision, Finding, decision_of
-from earl_core.guard.detectors import REMEMBERED, Numbers, Settings, detect
-from earl_core.guard.ladder import CONFIRMED, Past, decide, last_good
+from earl_core.guard.detectors import Numbers, Settings, detect
+from earl_core.guard.ladder import CONFIRMED, OPEN, Past, decide, last_good
 from earl_core.guard.rewards import reward_findings, seen_bounds, since
 from earl_core.guard.seen import SEEN, Bounds, Seen, environment_source, function_source, numbers_of
-from earl_core.run.episodes import EpisodesDamaged
+from earl_core.run import RunDirectory
 from earl_core.run.retention import good_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -38,88 +36,12 @@ def bounds_of(controller: RunController, iteration: int) -> dict[str, Bounds] | 
         return None
     sources = [environment_source(label) for label in config.played]
     sources += [function_source(each.title) for each in config.reward.functions]
-    history = _history(controller, iteration)
-    return {s: controller.ranges.get(s) or seen_bounds(history, s) for s in sources}
-
-
-def probe_places(controller: RunController, iteration: int, most: int) -> list[int]:
-    """The episodes of the probe that an iteration asks for; none before it can be drawn. most: of
-    them, once all were asked for."""
-    config, run = controller.config, controller.run
-    ended = _ended(controller, iteration)
-    if config.guard == "off" or ended < 0:
-        return []
-    with _drawing:
-        probe = Probe.read(run.path)
-        if probe is None:
-            files = (run.episodes_path(number) for number in range(ended + 1))
-            file = next((each for each in files if each.is_file()), None)
-            if file is None:
-                return []
-            try:
-                probe = draw_probe(file, config.seed, iteration)
-            except (EpisodesDamaged, OSError) as error:
-                logger.warning("iteration %d: the guard has no probe: %s", iteration, error)
-                return []
-            probe.write(run.path)
-            number = len(probe.episodes)
-            run.note(iteration, "guard", f"a probe of {number} episodes is drawn of {file}")
-    return probe.places(iteration, most, config.rollout.episodes_per_iteration)
-
-
-_drawing = threading.Lock()
-
-
-def probed_functions(controller: RunController) -> list[str]:
-    """Labels of the reward functions that score the probe: not models behind endpoints, not scores
-    that come later, nor those that have answered otherwise by themselves."""
-    probe = Probe.read(controller.run.path)
-    off = (probe and probe.off) or []
-    functions = controller.config.reward.functions
-    own = [each.title for each in functions if each.function not in BUILT_IN]
-    return [title for title in own if function_source(title) not in off]
-
-
-def _probe_findings(
-    controller: RunController,
-    iteration: int,
-    manifests: Mapping[str, Manifest],
-    earlier: Mapping[int, Decision],
-) -> list[Finding]:
-    """Findings about sources that answer the probe otherwise than before. The first time they are
-    left alone from then on instead."""
-    run = controller.run
-    sealed = rows_of(manifests), manifests["reward"]
-    asked = [Asked.model_validate(each.outputs.get(PROBE, {})) for each in sealed]
-    probe = Probe.read(run.path)
-    if probe is None or not any(each.asked for each in asked):
-        return []
-    otherwise = {source: told for each in asked for source, told in each.otherwise.items()}
-    answers = {source: number for each in asked for source, number in each.asked.items()}
-    if probe.off is None:
-        for source, told in otherwise.items():
-            number, how = told[0]
-            text = (
-                f"{source} answers {len(told)} of {answers[source]} recorded episodes otherwise "
-                f"than a moment ago (episode {number}: {how}): changes in it cannot be told"
-            )
-            logger.warning("iteration %d: %s", iteration, text)
-            run.note(iteration, "guard", text)
-        probe.model_copy(update={"off": sorted(otherwise)}).write(run.path)
-        return []
-    found = []
-    for source, told in otherwise.items():
-        if source in probe.off:
-            continue
-        kind = "probe_environment" if source.startswith("environment") else "probe_reward"
-        number, how = told[0]
-        text = (
-            f"{source} answers {len(told)} of {answers[source]} recorded episodes otherwise than "
-            f"before: episode {number} gives {how}"
-        )
-        named = tuple(each for each, _ in told)
-        onset = since(kind, iteration, earlier)
-        found.append(Finding(kind=kind, onset=onset, text=text, episodes=named))
+    history = None
+    found = {}
+    for source in sources:
+        if source not in controller.ranges and history is None:
+            history = _history(controller, iteration)
+        found[source] = controller.ranges.get(source) or seen_bounds(history or [], source)
     return found
 
 
@@ -133,20 +55,22 @@ def diagnose(
     config = controller.config
     if config.guard == "off":
         return Decision()
-    rollout, past = rows_of(manifests), _past(controller, iteration)
+    rollout, history = rows_of(manifests), _history(controller, iteration)
+    past = _past(controller, iteration, history)
     seen = seen_in(manifests)
     bounds = bounds_of(controller, iteration) or {}
-    failures = rollout.outputs.get("failures", {})
+    invalid = invalid_rewards(rollout.outputs.get("failures", {}))
     declared = controller.ranges
-    findings = reward_findings(iteration, seen, failures, bounds, declared, past.earlier)
+    findings = reward_findings(iteration, seen, invalid, bounds, declared)
     now = {
         "iteration": iteration,
         **{f"rollout/{name}": value for name, value in rollout.metrics.items()},
         **{f"guard/{name}": value for name, value in numbers_of(seen).items()},
     }
     settings = Settings(config.update.max_grad_norm, config.update.least_sample_size)
-    findings += _probe_findings(controller, iteration, manifests, past.earlier)
-    findings += detect(_history(controller, iteration), now, settings)
+    findings += probe_findings(controller, iteration, manifests)
+    findings += detect(history, now, settings)
+    findings = [since(each, past.earlier) for each in findings]
     if config.guard == "warn":
         decision = Decision(findings=tuple(findings))
     else:
@@ -188,30 +112,42 @@ def kept_for_return(
         return set()
     kept = good_checkpoints(controller.run.stable_iterations())
     if advantage is not None:
-        found = last_good(iteration, decision_of(advantage), _past(controller, iteration))
+        past = _past(controller, iteration, _history(controller, iteration))
+        found = last_good(decision_of(advantage), past)
         kept |= set() if found is None else {found}
     return kept
 
 
-def _ended(controller: RunController, iteration: int) -> int:
-    """The last iteration whose numbers are known whenever this one is judged."""
-    return iteration - 1 - controller.config.schedule.staleness
-
-
 def _history(controller: RunController, iteration: int) -> list[Numbers]:
-    ended = _ended(controller, iteration)
-    return [line for line in controller.run.metrics() if line["iteration"] <= ended]
+    ended = ended_before(controller, iteration)
+    return [line for line in controller.run.numbers.read() if line["iteration"] <= ended]
 
 
-def _past(controller: RunController, iteration: int) -> Past:
-    run, ended = controller.run, _ended(controller, iteration)
-    earlier = {}
-    for line in _history(controller, iteration)[-REMEMBERED:]:
-        if line.get("guard/findings") or line.get("guard/cautious"):
-            number = int(line["iteration"])
-            # What cannot be read says nothing.
-            with suppress(ManifestError, ValidationError):
-                earlier[number] = decision_of(run.manifest(number, "advantage"))
+def found_in(run: RunDirectory, through: int) -> dict[int, Decision]:
+    """The decisions with a finding of the iterations up to one, as far as they can be read."""
+    lines = [each for each in run.numbers.read() if each["iteration"] < through]
+    numbers = [int(each["iteration"]) for each in lines if each.get("guard/findings")]
+    read = _decisions(run, [*numbers[-_READ:], through])
+    return {number: each for number, each in read.items() if each.findings}
+
+
+def _decisions(run: RunDirectory, iterations: Iterable[int]) -> dict[int, Decision]:
+    found = {}
+    for number in iterations:
+        # What cannot be read says nothing.
+        with suppress(ManifestError, ValidationError):
+            decision = decision_of(run.manifest(number, "advantage"))
+            found[number] = decision
+    return found
+
+
+_READ = 50
+
+
+def _past(controller: RunController, iteration: int, history: Sequence[Numbers]) -> Past:
+    run, ended = controller.run, ended_before(controller, iteration)
+    told = (e for e in history[-OPEN:] if e.get("guard/findings") or e.get("guard/cautious"))
+    earlier = _decisions(run, (int(each["iteration"]) for each in told))
     checkpoints = [each for each in run.stable_iterations() if each <= ended]
     lag = controller.config.schedule.staleness
     return Past(earlier, lag, checkpoints, len(run.record.get(_BRANCHES, ())))

@@ -25,7 +25,7 @@ from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.alike_groups import JudgedGroups, left_out_rows
 from earl_core.experience.group_returns import group_returns, group_rewards
-from earl_core.experience.probe import PROBE, probed_episodes
+from earl_core.experience.probe import PROBE, Places, probed_episodes
 from earl_core.experience.reward import ScoreTally, reward_rows
 from earl_core.experience.roles import RoleMoments, role_returns
 from earl_core.experience.row_results import row_results
@@ -61,8 +61,7 @@ class ExperienceWorker(RunWorker):
         before: int = 0,
         scored: Sequence[dict[str, Any]] = (),
         bounds: Mapping[str, Bounds] | None = None,
-        probe: Sequence[int] = (),
-        probed_by: Sequence[str] = (),
+        probe: Places | None = None,
     ) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
         `roles`, dumped `RoleMoments`;
@@ -75,8 +74,7 @@ class ExperienceWorker(RunWorker):
         scored already, among which failures count. scored: references to rewards of earlier
         iterations, whose scores groups that are trained again keep; what functions could not score
         in its own iteration is not asked for again. bounds: of what sources can give; None: nobody
-        looks. probe: the places of its episodes that the functions `probed_by`, by label, score
-        again. Raises as `Scorer.score` does.
+        looks. probe: what functions score again. Raises as `Scorer.score` does.
         """
         started, settings = time.perf_counter(), self._config.reward
         given, tally, scores = None, ScoreTally(), Scores()
@@ -119,9 +117,9 @@ class ExperienceWorker(RunWorker):
         scores_and_roles = {"scores": dumped, "roles": of_roles.model_dump(mode="json")}
         learnt_of = {"returns": returns, "rows": of_rows, "groups": groups}
         told = {SEEN: {source: each.model_dump(mode="json") for source, each in seen.items()}}
-        if probe and probed_by and self._context.rank == 0:
+        if probe and self._context.rank == 0:
             probed = probed_episodes(self._run_directory, probe)
-            answers = await self._unless_cancelled(self._scorer.ask_again(probed, probed_by))
+            answers = await self._unless_cancelled(self._scorer.ask_again(probed))
             told[PROBE] = answers.model_dump(mode="json")
         return {**result, **scores_and_roles, **learnt_of, **told}
 

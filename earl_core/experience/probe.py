@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from earl_core.system.files import canonical_json, read_file, write_atomic
 
@@ -26,13 +26,13 @@ PROBE = "probe"
 """Among the outputs of the manifests of rollout and reward: a dumped `Asked`."""
 
 SIZE = 32
-SCORED, REPLAYED = 8, 4
-"""Episodes of the probe that an iteration asks for: all are in four and in eight iterations. A
-function that goes wrong for one episode in five is found in three iterations but in one run of two
-hundred. A replay takes as long as what is played and is not sampled."""
+ASKED = 8
+"""Episodes of the probe that an iteration asks for, all in four iterations. A source that goes
+wrong for one episode in five is found within three but in one run of two hundred."""
 
-_SHARE = 16
-"""Episodes of an iteration for one of the probe at least, so that small iterations stay cheap."""
+_SLOW, _SHARE = 0.02, 16
+"""Seconds of an answer from which a source is slow: it is asked for one episode in so many that the
+iteration plays, at most 6 % of its work, which is a part of the iteration."""
 
 _CLOSE = 1e-6
 
@@ -61,21 +61,29 @@ class ProbedEpisode(BaseModel):
 
 
 class Probe(BaseModel):
-    """drawn: the iteration that asks for all of it. off: sources that are asked no more; None: they
-    have yet to be asked."""
+    """settings: a digest of those of the sources. since: the first iteration that had them.
+    episodes: none before one of these has ended. off: sources that are asked no more; None: they
+    have yet to be asked. slow: sources that are asked less."""
 
     model_config = ConfigDict(extra="forbid")
 
-    drawn: int
-    episodes: list[ProbedEpisode]
+    settings: str
+    since: int = 0
+    episodes: list[ProbedEpisode] = []
     off: list[str] | None = None
+    slow: list[str] = []
 
-    def places(self, iteration: int, most: int, episodes: int) -> list[int]:
-        """The episodes that an iteration asks for, all in turn. episodes: how many it plays."""
+    def places(self, source: str, iteration: int, episodes: int) -> list[int]:
+        """The episodes that an iteration asks a source for, all in turn. episodes: how many it
+        plays."""
         size = len(self.episodes)
         if self.off is None:
             return list(range(size))
-        count = min(size, most, max(1, episodes // _SHARE))
+        if source in self.off:
+            return []
+        count = min(ASKED, size)
+        if source in self.slow:
+            count = min(count, max(1, episodes // _SHARE))
         return [(iteration * count + at) % size for at in range(count)]
 
     def write(self, run: Path) -> None:
@@ -93,7 +101,7 @@ class Probe(BaseModel):
                 return cls.model_validate(whole)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, AttributeError, ValidationError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
         logger.warning("%s is damaged: it is drawn again", _path(run))
         return None
@@ -107,11 +115,17 @@ def _digest(dumped: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(dict(dumped))).hexdigest()
 
 
-def probed_episodes(run: Path, places: Sequence[int]) -> list[ProbedEpisode]:
+Places = Mapping[str, Sequence[int]]
+"""By sources, the places of the probe's episodes that they are asked for."""
+
+
+def probed_episodes(run: Path, places: Places) -> dict[str, list[ProbedEpisode]]:
     """These episodes of a run's probe; none where it cannot be read."""
     probe = Probe.read(run)
     known = [] if probe is None else probe.episodes
-    return [known[at] for at in places if at < len(known)]
+    return {
+        source: [known[at] for at in asked if at < len(known)] for source, asked in places.items()
+    }
 
 
 def of_probe(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -122,10 +136,17 @@ def of_probe(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 class Asked(BaseModel):
     """What came of asking for a part of the probe. asked: how many answers each source gave.
-    otherwise: by source, what it said otherwise than before: (episode, one line)."""
+    otherwise: by source, what it said otherwise than before: (episode, one line). slow: sources
+    that took long."""
 
     asked: dict[str, int] = {}
     otherwise: dict[str, list[tuple[int, str]]] = {}
+    slow: list[str] = []
+
+    def took(self, source: str, seconds: float) -> None:
+        """Note what all of a source's answers took together."""
+        if self.asked.get(source) and seconds > _SLOW * self.asked[source]:
+            self.slow.append(source)
 
     def add(self, source: str, episode: int, difference: str) -> None:
         """Count an answer. difference: empty: it is the same."""

@@ -21,6 +21,7 @@ import asyncio
 import itertools
 import json
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -300,25 +301,25 @@ class Scorer:
             given = scores.given[episode.episode_id]
             episode.own[-1].turn_rewards[-1] += settings.added(given)
 
-    async def ask_again(self, probed: Sequence[ProbedEpisode], titles: Collection[str]) -> Asked:
-        """Have functions score recorded episodes that they have scored before. What fails by
-        something else than its number says nothing."""
+    async def ask_again(self, probed: Mapping[str, Sequence[ProbedEpisode]]) -> Asked:
+        """Have functions, one after the other, score recorded episodes that they have scored
+        before. What fails by something else than its number says nothing. probed: by source."""
         if self._pool is None:
             await self._start()
         found, slots = Asked(), asyncio.Semaphore(self._config.reward.concurrency)
-        places = {each.title: at for at, each in enumerate(self._config.reward.functions)}
-        asked = [(e, title) for e in probed for title in titles if title in e.scores]
-        answers = await asyncio.gather(
-            *(self._one(places[t], json.dumps(e.episode), slots, 0) for e, t in asked)
-        )
-        for (each, title), answer in zip(asked, answers, strict=True):
-            now = None
-            if isinstance(answer, StepResult):
-                now = answer.reward
-            elif not is_no_number(answer.detail):
-                continue
-            told = score_difference(each.scores[title], now)
-            found.add(function_source(title), each.episode["episode_id"], told)
+        for place, function in enumerate(self._config.reward.functions):
+            title, source = function.title, function_source(function.title)
+            asked = [each for each in probed.get(source, ()) if title in each.scores]
+            started = time.perf_counter()
+            answers = await asyncio.gather(
+                *(self._one(place, json.dumps(each.episode), slots, 0) for each in asked)
+            )
+            for each, answer in zip(asked, answers, strict=True):
+                now = answer.reward if isinstance(answer, StepResult) else None
+                if isinstance(answer, StepResult) or is_no_number(answer.detail):
+                    told = score_difference(each.scores[title], now)
+                    found.add(source, each.episode["episode_id"], told)
+            found.took(source, time.perf_counter() - started)
         return found
 
     async def close(self) -> None:

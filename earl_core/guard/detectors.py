@@ -6,8 +6,8 @@ comes after). An iteration in progress sees the update of the last one that has 
 
 Thresholds stand here, each with its reason. They are set so that a clean run has less than one
 chance in a thousand of a false finding: a test of an iteration may be wrong with p < 1e-6, for 20
-runs of 300 iterations are 6000 tests of each of five kinds. Six standard errors are 1e-9 for normal
-noise, and leave room for tails and for an error that is itself estimated.
+runs of 300 iterations are 6000 tests of each kind. Five standard errors are 3e-7 for normal noise;
+the error is the larger one of two estimates, which leaves room for tails.
 """
 
 from __future__ import annotations
@@ -22,6 +22,20 @@ from earl_core.guard.decision import Finding
 
 Numbers = Mapping[str, float]
 
+_COMPARED = (
+    "guard/",
+    "update/entropy",
+    "update/grad_norm",
+    "update/importance_",
+    "rollout/context/",
+)
+
+
+def is_compared(name: str) -> bool:
+    """Tell whether a number of metrics.jsonl is one that iterations are compared by."""
+    return name.startswith(_COMPARED)
+
+
 WINDOW = 12
 """Iterations that a level is compared with: long enough for an error, short enough to follow
 learning."""
@@ -31,26 +45,27 @@ REMEMBERED = 36
 """Iterations after which a level that stays is the usual one."""
 RECENT = 3
 """Iterations that may pass until a shift is found: so many are averaged at most."""
-SIGMAS = 6.0
+SIGMAS = 5.0
 """Standard errors of a shift of the mean; see above."""
-FALL_SHARE = 0.15
-"""Part of the range of rewards that a fall has at least: smaller ones are what learning does when a
-step was too long, and it recovers by itself."""
-JUMP_SIGMAS, JUMP_SHARE, JUMP_STEPS = 10.0, 0.4, 4.0
+FALL = 0.35
+"""Part of the standard deviation of episodes that a fall has at least: smaller ones are what
+learning does when a step was too long, and it recovers by itself."""
+JUMP_SIGMAS, JUMP, JUMP_STEPS = 10.0, 1.0, 4.0
 """Rewards are meant to rise, and learning may set in at once: a rise is impossible only where it is
-over 40 % of the range in one iteration and four times the largest step that the run has made, since
-exponential growth from a small share of successes at most triples it."""
+over a standard deviation of episodes in one iteration and four times the largest step that the run
+has made, since exponential growth from a small share of successes at most triples it."""
 LESS_LIKELY = 14.0
 """-log of the chance (8e-7) that rewards which differed are all equal in an iteration."""
-RETURN_SHARE, RETURN_SIGMAS, BEST = 0.15, 5.0, 5
+RETURN_SIGMAS, BEST = 5.0, 5
 """A return has fallen where the mean of the last three lies so far below the best mean of five
-iterations of the run. The best of many is too good by chance by about 3 errors: hence a share."""
+iterations of the run. The best of many is too good by chance by about 3 errors: hence it is
+`FALL` of the deviation, too."""
 GROWTH = 1.25
 """Growth of contexts since the best iterations, by which the collapse of long contexts begins: what
 episodes vary by is a tenth of it."""
 COLLAPSED = 0.1
 """Part of the entropy at the start below which a policy has stopped to explore. By itself it is how
-learning ends: only with a fallen return is it a finding."""
+learning ends: only with a fallen return, and half of what it was at the best, is it a finding."""
 EXPLODED, EXPLODED_NATS = 1.5, 0.5
 """Entropy over all that the run has seen by so many times and so many nats: a policy that falls
 apart, which noise never makes."""
@@ -118,10 +133,12 @@ def _shift(source: str, lines: Sequence[Numbers]) -> Finding | None:
         level = statistics.median(before[-FEWEST:])
         here = statistics.fmean(means.values[-length:])
         error = _noise(lines, name, before) * math.sqrt(1 / length + 1 / FEWEST)
-        off, span = here - level, _span(earlier, name)
+        off, spread = here - level, _spread(earlier, name)
         steps = [abs(b - a) for a, b in itertools.pairwise(before)]
-        rise = max(JUMP_SIGMAS * error, JUMP_SHARE * span, JUMP_STEPS * max(steps))
-        fell = off < -max(SIGMAS * error, FALL_SHARE * span)
+        rise = max(JUMP_SIGMAS * error, JUMP * spread, JUMP_STEPS * max(steps))
+        least = max(SIGMAS * error, FALL * spread)
+        # What is over lies in the means of several for a while.
+        fell = off < -least and means.values[-1] < level - least / 2
         if fell or (length == 1 and off > rise):
             text = (
                 f"the mean of {source} went from {level:.4g} to {here:.4g} within "
@@ -131,10 +148,9 @@ def _shift(source: str, lines: Sequence[Numbers]) -> Finding | None:
     return None
 
 
-def _span(lines: Sequence[Numbers], name: str) -> float:
-    low = min(line[f"{name}/low"] for line in lines if f"{name}/low" in line)
-    high = max(line[f"{name}/high"] for line in lines if f"{name}/high" in line)
-    return high - low
+def _spread(lines: Sequence[Numbers], name: str) -> float:
+    """The usual standard deviation of an iteration's episodes."""
+    return statistics.median(line[f"{name}/std"] for line in lines if f"{name}/std" in line)
 
 
 def _noise(lines: Sequence[Numbers], name: str, before: Sequence[float]) -> float:
@@ -159,10 +175,10 @@ def reward_constant(history: Sequence[Numbers], now: Numbers, settings: Settings
             continue
         # Of rewards of two values: the part of the rarer one, and how many independent episodes the
         # error of the mean is worth.
-        span = max(_span(history, name), 1e-12)
-        squared = min(min(line[f"{name}/std"] for line in recent) / span, 0.5) ** 2
+        span = max(max(line[f"{name}/high"] - line[f"{name}/low"] for line in recent), 1e-12)
+        squared = min(statistics.median(line[f"{name}/std"] for line in recent) / span, 0.5) ** 2
         rare = (1 - math.sqrt(max(0.0, 1 - 4 * squared))) / 2
-        worth = min(
+        worth = statistics.median(
             (line[f"{name}/std"] / line[f"{name}/error"]) ** 2 if line[f"{name}/error"] else 0.0
             for line in recent
         )
@@ -177,8 +193,8 @@ def reward_constant(history: Sequence[Numbers], now: Numbers, settings: Settings
 
 
 class _Fall(NamedTuple):
-    """A return that fell. onset: the first iteration that is averaged as fallen. best_at: the last
-    iteration of the best ones."""
+    """A return that fell. onset: the first iteration after the last that was near its best.
+    best_at: the last iteration of the best ones."""
 
     onset: int
     best_at: int
@@ -203,8 +219,10 @@ def _fall(lines: Sequence[Numbers], source: str) -> _Fall | None:
     steps = [b - a for a, b in itertools.pairwise(means.values)]
     noise = statistics.median(map(abs, steps)) / 0.954
     error = noise * math.sqrt(1 / RECENT + 1 / BEST)
-    if best - last > max(RETURN_SIGMAS * error, RETURN_SHARE * _span(lines, name)):
-        return _Fall(means.at[-RECENT], means.at[end - 1], best, last)
+    if best - last > max(RETURN_SIGMAS * error, FALL * _spread(lines, name)):
+        near = best - (best - last) / 4
+        worse = list(itertools.takewhile(lambda value: value < near, reversed(means.values)))
+        return _Fall(means.at[-max(1, len(worse))], means.at[end - 1], best, last)
     return None
 
 
@@ -225,8 +243,7 @@ def context_growth(history: Sequence[Numbers], now: Numbers, settings: Settings)
         f"contexts grew from {before:.0f} to {last:.0f} tokens while the mean reward fell from "
         f"{fall.best:.4g} (up to iteration {fall.best_at}) to {fall.last:.4g}"
     )
-    # It began when it was no longer at its best.
-    return [Finding(kind="context_growth", onset=fall.best_at + 1, text=text)]
+    return [Finding(kind="context_growth", onset=fall.onset, text=text)]
 
 
 def entropy_collapse(history: Sequence[Numbers], now: Numbers, settings: Settings) -> list[Finding]:
@@ -235,13 +252,14 @@ def entropy_collapse(history: Sequence[Numbers], now: Numbers, settings: Setting
     if fall is None or len(entropy.values) < BEST + RECENT:
         return []
     start, last = statistics.median(entropy.values[:BEST]), max(entropy.values[-RECENT:])
-    if last > COLLAPSED * start:
+    best = min(v for at, v in zip(*entropy, strict=True) if at <= fall.best_at)
+    if last > min(COLLAPSED * start, best / 2):
         return []
     text = (
         f"entropy fell from {start:.3g} to {last:.3g} nats, and the mean reward from "
         f"{fall.best:.4g} (up to iteration {fall.best_at}) to {fall.last:.4g}"
     )
-    return [Finding(kind="entropy_collapse", onset=fall.best_at + 1, text=text)]
+    return [Finding(kind="entropy_collapse", onset=fall.onset, text=text)]
 
 
 def entropy_growth(history: Sequence[Numbers], now: Numbers, settings: Settings) -> list[Finding]:

@@ -21,6 +21,8 @@ AGAIN = 10
 CONFIRMED = 3
 """Iterations before, in one of which a finding about a source was there already: one may be an
 accident of the machine."""
+OPEN = CAUTION + AGAIN
+"""Iterations in which a finding of the same kind is the same one."""
 MOST_RETURNS = 3
 
 
@@ -107,7 +109,7 @@ def _with_prompts(finding: Finding, past: Past) -> Finding:
     return finding.model_copy(update={"prompts": tuple(sorted(prompts))})
 
 
-def last_good(iteration: int, decision: Decision, past: Past) -> int | None:
+def last_good(decision: Decision, past: Past) -> int | None:
     """The checkpoint to keep for a return: the last one from before what is known now; None: no
     finding is open, or there is no such checkpoint."""
     everything = [*decision.findings, *(e for each in past.earlier.values() for e in each.findings)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from earl_core.environments.real_numbers import is_no_number
 from earl_core.guard.decision import Decision, Finding
 from earl_core.guard.detectors import FEWEST, REMEMBERED, Numbers
 from earl_core.guard.seen import HUGE, Bounds, Seen
@@ -33,15 +32,14 @@ def seen_bounds(history: Sequence[Numbers], source: str) -> Bounds:
 def reward_findings(
     iteration: int,
     seen: Mapping[str, Seen],
-    failures: Mapping[str, int],
+    invalid: int,
     bounds: Mapping[str, Bounds],
     declared: Mapping[str, Bounds],
-    earlier: Mapping[int, Decision],
 ) -> list[Finding]:
     """Findings about rewards outside of what their source can give, or that are no numbers.
 
-    failures: of the rollout, how often by reason. bounds: of all sources; declared: those that were
-    declared. earlier: decisions of iterations before, which say since when.
+    invalid: how many episodes failed in the rollout by rewards that are no numbers. bounds: of all
+    sources; declared: those that were declared.
     """
     found = []
     for source, each in seen.items():
@@ -52,15 +50,23 @@ def reward_findings(
                 f"{each.number_outside} of {each.episodes.count + each.number_outside} rewards of "
                 f"{source} lie outside of [{low:.4g}, {high:.4g}], which {why}: {each.worst:.4g}"
             )
-            named = tuple(each.outside[:_NAMED]), tuple(each.prompts)
-            found.append(_finding("reward_range", iteration, text, *named, earlier=earlier))
-    invalid = {source: each.invalid for source, each in seen.items() if each.invalid}
-    if of_environments := sum(n for reason, n in failures.items() if is_no_number(reason)):
-        invalid["environment"] = of_environments
-    for source, number in invalid.items():
-        text = f"{number} rewards of {source} are NaN, infinite or beyond 1e30"
-        named = tuple(seen[source].named_invalid if source in seen else ()), ()
-        found.append(_finding("reward_invalid", iteration, text, *named, earlier=earlier))
+            found.append(
+                Finding(
+                    kind="reward_range",
+                    onset=iteration,
+                    text=text,
+                    episodes=tuple(each.outside[:_NAMED]),
+                    prompts=tuple(each.prompts),
+                )
+            )
+    without = {source: each.invalid for source, each in seen.items() if each.invalid}
+    if invalid:
+        without["environment"] = invalid
+    for source, number in without.items():
+        text = f"{number} rewards of {source} are no finite numbers up to 1e30"
+        named = tuple(seen[source].named_invalid) if source in seen else ()
+        kind = "reward_invalid"
+        found.append(Finding(kind=kind, onset=iteration, text=text, episodes=named))
     return found
 
 
@@ -68,20 +74,7 @@ _NAMED = 32
 """Episodes that a finding names at most."""
 
 
-def _finding(
-    kind: str,
-    iteration: int,
-    text: str,
-    episodes: tuple[int, ...],
-    prompts: tuple[tuple[str, int], ...],
-    earlier: Mapping[int, Decision],
-) -> Finding:
-    onset = since(kind, iteration, earlier)
-    return Finding(kind=kind, onset=onset, text=text, episodes=episodes, prompts=prompts)
-
-
-def since(kind: str, iteration: int, earlier: Mapping[int, Decision]) -> int:
-    """The iteration of onset of a finding that speaks of one iteration: that of the same kind in
-    earlier ones that are remembered."""
-    before = (e.onset for each in earlier.values() for e in each.findings if e.kind == kind)
-    return min([iteration, *before])
+def since(finding: Finding, earlier: Mapping[int, Decision]) -> Finding:
+    """The finding with the onset of the same kind in earlier iterations that are remembered."""
+    before = (e.onset for d in earlier.values() for e in d.findings if e.kind == finding.kind)
+    return finding.model_copy(update={"onset": min([finding.onset, *before])})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -112,22 +113,35 @@ class EnvironmentPools:
         return said and not asks
 
     async def replay(
-        self, environments: Mapping[str, EnvironmentConfig], probed: Sequence[ProbedEpisode]
+        self,
+        environments: Mapping[str, EnvironmentConfig],
+        probed: Mapping[str, Sequence[ProbedEpisode]],
     ) -> Asked:
         """Give recorded answers to the environments that are played here and can be replayed, and
         compare what they reply. What fails says nothing, but for a reward that is no number."""
-        found, asked = Asked(), []
-        for at, each in enumerate(probed):
-            environment = environments.get(each.episode["environment"])
-            pool = environment and self._pools.get(_key(environment))
-            # Tools are asked by another way, and an opponent that is trained answers otherwise.
-            if environment and pool and self.can_replay(environment) and not pool.tools:
-                prompt = each.episode["prompt_id"]
-                before = plays.Played(prompt, each.seed, texts=each.answers)
-                asked.append((each, plays.replay(pool, -1 - at, before)))
-        replayed = await asyncio.gather(*(again for _, again in asked))
-        for (each, _), after in zip(asked, replayed, strict=True):
-            source = environment_source(each.episode["environment"])
+        found = Asked()
+        for label, environment in environments.items():
+            source, pool = environment_source(label), self._pools.get(_key(environment))
+            # Tools are asked by another way.
+            if pool is None or not self.can_replay(environment) or pool.tools:
+                continue
+            own = [e for e in probed.get(source, ()) if e.episode["environment"] == label]
+            started = time.perf_counter()
+            await self._replay(pool, source, own, found)
+            found.took(source, time.perf_counter() - started)
+        return found
+
+    async def _replay(
+        self, pool: EnvironmentPool, source: str, probed: Sequence[ProbedEpisode], found: Asked
+    ) -> None:
+        recorded = (
+            plays.Played(each.episode["prompt_id"], each.seed, texts=each.answers)
+            for each in probed
+        )
+        # Numbers that no episode has.
+        numbers = range(-1, -1 - len(probed), -1)
+        replayed = await asyncio.gather(*map(partial(plays.replay, pool), numbers, recorded))
+        for each, after in zip(probed, replayed, strict=True):
             replies = [r.messages if isinstance(r, StepResult) else r for r in after.replies]
             said = [redact(utf8("\n".join(m["content"] for m in shown))) for shown in replies]
             told = reply_difference(each, said, [result.reward for result in after.results])
@@ -136,7 +150,6 @@ class EnvironmentPools:
                     continue
                 told = "a reward that is no number"
             found.add(source, each.episode["episode_id"], told)
-        return found
 
     async def close(self) -> None:
         """End all hosts."""

@@ -56,7 +56,8 @@ class GroupWorker(EngineWorker):
             max_tokens_per_turn=rollout.max_tokens_per_turn,
             max_tokens_per_episode=rollout.max_tokens_per_episode,
             temperature=rollout.temperature if temperature is None else temperature,
-            max_failed_share=rollout.max_failed_share,
+            # Of those that a guard spares the whole rollout is judged.
+            max_failed_share=max(rollout.max_failed_share, 0.5 * (self._config.guard == "act")),
             episodes=episodes,
             # While half wait for environments the engine is full, and the prefix cache holds all.
             max_live_episodes=running if lockstep else 2 * running,

@@ -14,7 +14,7 @@ from typing import Any
 
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import Message
-from earl_core.experience.probe import PROBE, probed_episodes
+from earl_core.experience.probe import PROBE, Places, probed_episodes
 from earl_core.experience.scoring import Scorer
 from earl_core.rollout import rollout_stats
 from earl_core.rollout.engine_worker import playing
@@ -62,15 +62,15 @@ class RolloutWorker(GroupWorker):
         of_prompts: int | None = None,
         draws: Sequence[Draw] | None = None,
         shards_of: str = "rollout",
-        probe: Sequence[int] = (),
+        probe: Places | None = None,
     ) -> dict[str, Any]:
         """Play the call's iteration's episodes and publish their samples as a shard.
 
         groups: the prompts' indices in the run, in the order in which they begin; episode_id =
         group * group_size + k. share, shards_of: number and beginning of the shard's name.
         of_prompts: how many prompts the iteration has, if more than these. draws: what each prompt
-        plays, where the run has several environments. probe: the places of its episodes that
-        environments replay. Returns `shards` (entries for the manifest), `tally`, a dumped
+        plays, where the run has several environments. probe: what environments replay.
+        Returns `shards` (entries for the manifest), `tally`, a dumped
         `RolloutStats`, and of a probe an `Asked`. Raises `RolloutFailed` when too many episodes
         failed.
         """
@@ -88,7 +88,8 @@ class RolloutWorker(GroupWorker):
         episodes, tally = await self._play(specs, settings, config.played)
         routing = self._ready()[0].routing
         if whole == len(specs):
-            rollout_stats.check_failures(tally, config.rollout.max_failed_share)
+            acts = config.guard == "act"
+            rollout_stats.check_failures(tally, config.rollout.max_failed_share, acts)
         with guarded("rollout", "writing the samples"):
             fault_points.point(f"rollout.played{min(groups, default=0)}", iteration)
             entry = run_store(self._run_directory, config).publish(

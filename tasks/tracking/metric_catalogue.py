@@ -212,6 +212,15 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
     ("evaluation/suite/*/pass_at_*/high", None, "share", "Upper end of the 95 % interval"),
     ("evaluation/suite/*/pass_at_*", "evaluation/*/pass_at_*", "share",
      "Share of a suite's prompts that pass in so many attempts"),
+    # What the guard found.
+    ("guard/findings", "guard/findings", "", "Findings of the guard in the iteration"),
+    ("guard/quarantined", "guard/quarantined", "episodes",
+     "Episodes that left their groups because of what they were paid"),
+    ("guard/cautious", "guard/cautious", "",
+     "1 where the update has the lower learning rate and the higher KL coefficient"),
+    ("guard/of/*", None, "", "What a source of rewards gave, but for what lies outside: mean, its "
+     "standard error by groups, standard deviation, least and greatest"),
+    ("guard/*", "guard/*", "", "1 in iterations with this finding"),
     # The user's own.
     ("rollout/environment/*", "environment/*", "", "What the environment measured"),
     ("rollout/of/*", "environments/*", "", "One environment of several"),

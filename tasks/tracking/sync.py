@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 from earl_core.config import RunConfig, dump_config
 from earl_core.config.environment import EnvironmentConfig
+from earl_core.control.guarding import found_in
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged, read_episodes
 from tasks.reports.chart import selector_chart
+from tasks.reports.guard_report import newest_finding
 from tasks.tracking.inputs import played_inputs
 from tasks.tracking.metric_catalogue import described, for_mlflow
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers
@@ -55,14 +57,16 @@ def sent_before(run: RunDirectory, tags: Mapping[str, str]) -> dict[str, int]:
 
 
 def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
-    """Return the tags of the run's present state: its plan's reasons, its newest checkpoint, the
-    things that were sent."""
+    """Return the tags of the run's present state: its plan's reasons, the guard's newest finding,
+    its newest checkpoint, the things that were sent."""
     tags = {SENT: json.dumps({**sent, "past": _past(run)}, sort_keys=True)}
     reasons = _plan(run, sent.get("metrics", -1)).get("reasons", {})
     tags |= {f"plan.{stage}": str(reason) for stage, reason in reasons.items()}
     for branch in run.branches.opened:
         tags["branch"] = str(branch.number)
         tags[f"branch.{branch.number}"] = branch.line
+    if found := newest_finding(found_in(run, sent.get("metrics", -1))):
+        tags["guard"] = found
     stable = run.last_stable()
     if stable >= 0:
         tags["checkpoint"] = str(run.checkpoint_path(stable).resolve())
