@@ -24,8 +24,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import ConfigError
+from earl_core.control.consequences import GoesBack, begin_return
 from earl_core.control.engine_turns import LeftAhead
-from earl_core.control.guarded import GoesBack, begin_return
 from earl_core.control.resume_point import resume_point
 from earl_core.control.run_controller import RunController, Verdict, find_controller
 from earl_core.deployment.stages import in_wave
@@ -35,15 +35,7 @@ from earl_core.system.errors import InUse
 from flows.flow_names import iteration_name
 from flows.forms import RunPath, titled
 from flows.overlap import BEGUN, END, overlap_of
-from flows.running import (
-    HOOKS,
-    controller_on,
-    finished_text,
-    hosts_changed,
-    log,
-    recorded,
-    rename,
-)
+from flows.running import HOOKS, controller_on, finished_text, hosts_changed, recorded, rename
 from flows.stage_graph import Result, StageGraph, Work
 from tasks.report import finish_iteration, publish_artifacts
 from tasks.result_security import forget_results
@@ -168,7 +160,7 @@ async def _returned(controller: RunController, told: GoesBack) -> State[dict[str
         await overlap.before_end(told.iteration)
     branch = await asyncio.to_thread(begin_return, controller, told)
     line = f"the run goes back: branch {branch.number} begins. {branch.text}"
-    log(line)
+    controller.listener("advantage", told.iteration, {"repeated": line})
     data = {"iteration": told.iteration, "return": None, "line": line, "returned": True}
     return Completed(name=RETURNED, message=line, data=data)
 

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from earl_core.control.consequences import heed
 from earl_core.control.device_moves import follow, needs_barrier
 from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
-from earl_core.control.guarded import heed
 from earl_core.control.prompt_waves import divided, more
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.control.stage_execution import judge, observe

@@ -14,6 +14,7 @@ from earl_core.run.record import read_record
 from flows.cli.runs import summarize
 from flows.cli.status import run_states
 from tests.flows.runs import KILLED, Runs
+from tests.flows.test_guard import BEGINS, turning
 from tests.flows.test_stream import stream
 
 FOUND = {"kind": "reward_shift", "onset": 1, "text": "The mean reward fell.", "prompts": [["", 5]]}
@@ -216,3 +217,21 @@ def test_a_stream_that_is_killed_while_it_goes_back_ends_with_the_same_bits(runs
         runs.assert_learnt(name)
     assert weights(runs) == weights(runs, "whole")
     assert runs.shared_memory() == []
+
+
+@pytest.mark.slow
+def test_a_function_that_stays_wrong_is_gone_back_from_three_times_and_then_stops(
+    runs: Runs,
+) -> None:
+    """Found by what it says of episodes that it has scored before."""
+    (ending,) = runs.train_here(
+        {"overrides": ["guard=act", "iterations=9", *turning("run", 1.0, "flipped")]}
+    )
+    found = branches(runs)
+    assert [each["number"] for each in found] == [1, 2, 3]
+    assert [each["after"] for each in found] == [BEGINS - 1] * 3
+    assert all("probe_reward" in each["kinds"] for each in found)
+    assert "went back 3 times" in str(ending)
+    assert sorted(path.name for path in (runs.run() / "set_aside").iterdir()) == ["1", "2", "3"]
+    returns = [line["reward/mean"] for line in runs.metrics()]
+    assert len(returns) > BEGINS
