@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from earl_core.control.consequences import heed
 from earl_core.control.device_moves import follow, needs_barrier
 from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
 from earl_core.control.prompt_waves import divided, more
@@ -29,6 +30,7 @@ from earl_core.deployment.stages import (
     taking_part,
 )
 from earl_core.dispatch import Manifest
+from earl_core.guard.caution import caution_in_key
 from earl_core.run.replay import new_rows
 from earl_core.selector.choice.prediction import NoFeasiblePlan
 from flows.overlap import PLACED, Overlap
@@ -76,7 +78,8 @@ class StageGraph:
         self._runner, self._beside_publish, self._overlap = runner, beside_publish, overlap
 
     async def whole(self) -> dict[str, Manifest]:
-        """Run every stage that is not finished; their sealed manifests."""
+        """Run every stage that is not finished; their sealed manifests. Raises as `heed` does where
+        the guard has decided otherwise."""
         await self._until_done(self._rounds)
         return self.manifests
 
@@ -94,6 +97,8 @@ class StageGraph:
             if STAGES["reward"] in stages:
                 sealed = self.manifests
                 self.controller.episodes.begin(new_rows(rows_of(sealed)), sealed["reward"])
+            if STAGES["advantage"] in stages:
+                await self._runner.aside(heed, self.controller.run, self.manifests["advantage"])
 
     async def _until_done(self, work: Work) -> None:
         """Choose a plan and do `work` under it; again as often as a stage is infeasible and there
@@ -158,6 +163,7 @@ class StageGraph:
             (read[name] if name in read else await self._weights(stage)).data_digest()
             for name in sources
         ]
+        digests += caution_in_key(stage.name, read.values())
         await self._perform(stage.name, digests, list(read.values()))
 
     async def _run_in_waves(self, stage: Stage) -> None:

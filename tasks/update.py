@@ -14,6 +14,7 @@ from earl_core.control.stage_execution import (
     training_load,
 )
 from earl_core.deployment.stages import rows_of
+from earl_core.guard.caution import KL_FACTOR, RATE_FACTOR, caution_text, is_cautious
 from earl_core.run.policy_versions import MADE
 from earl_core.weights.probe import PREFIXES
 from tasks.publish import input_weights
@@ -31,6 +32,14 @@ def update(given: StageInputs) -> dict[str, Any]:
     taken = taken_before(run, iteration + 1)
     load = training_load(rows_of(given.manifests))
     watch = StageWatch(controller, deployment, iteration)
+    factors: dict[str, Any] = {}
+    if is_cautious(given.manifests.values()):
+        factors["rate_factor"] = RATE_FACTOR
+        if controller.config.algorithm.kl.placement == "loss":
+            factors["kl_factor"] = KL_FACTOR
+        text = caution_text(controller.config)
+        run.note(iteration, "update", text)
+        controller.listener("update", iteration, {"say": f"iteration {iteration}: {text}"})
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
         if controller.config.schedule.pinned:
@@ -48,6 +57,7 @@ def update(given: StageInputs) -> dict[str, Any]:
             manifests=given.references,
             link_bytes=given.plan.link_bytes("update"),
             checkpoint=str(checkpoint) if checkpoint else None,
+            **factors,
             record={
                 "run": run.uid,
                 "tracking": run.record.get("tracking"),

@@ -63,10 +63,16 @@ set."""
 
 
 def stage_key(
-    config: RunConfig, uid: str, iteration: int, stage: str, inputs: Sequence[str]
+    config: RunConfig,
+    uid: str,
+    iteration: int,
+    stage: str,
+    inputs: Sequence[str],
+    branch: Sequence[Any] = (),
 ) -> str:
-    """sha256 in hex; `inputs` are the data digests of the input manifests, in order."""
-    content = [uid, iteration, stage, list(inputs), stage_settings(config, stage)]
+    """sha256 in hex; `inputs` are the data digests of the input manifests, in order. branch: what
+    `run.branches.Branches.key` says of the stage."""
+    content = [uid, iteration, stage, list(inputs), stage_settings(config, stage), *branch]
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
 

@@ -20,6 +20,7 @@ from earl_core.guard.ladder import CONFIRMED, OPEN, Past, decide, last_good
 from earl_core.guard.rewards import reward_findings, seen_bounds, since
 from earl_core.guard.seen import SEEN, Bounds, Seen, environment_source, function_source, numbers_of
 from earl_core.run import RunDirectory
+from earl_core.run.retention import good_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +106,16 @@ def guard_metrics(manifests: Mapping[str, Manifest]) -> dict[str, float]:
 def kept_for_return(
     controller: RunController, iteration: int, advantage: Manifest | None
 ) -> set[int]:
-    """The checkpoint that a return would need, while something is found."""
-    if controller.config.guard != "act" or advantage is None:
+    """The checkpoints that a return may need: for what is found, and for what has begun already and
+    is found later."""
+    if controller.config.guard != "act":
         return set()
-    past = _past(controller, iteration, _history(controller, iteration))
-    found = last_good(decision_of(advantage), past)
-    return set() if found is None else {found}
+    kept = good_checkpoints(controller.run.stable_iterations())
+    if advantage is not None:
+        past = _past(controller, iteration, _history(controller, iteration))
+        found = last_good(decision_of(advantage), past)
+        kept |= set() if found is None else {found}
+    return kept
 
 
 def _history(controller: RunController, iteration: int) -> list[Numbers]:

@@ -310,7 +310,9 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
 
 def key_of(controller: RunController, iteration: int, stage: str, inputs: Sequence[str]) -> str:
     """The key that this stage's sealed manifest must carry to count as finished."""
-    return stage_key(controller.config, key_uid(controller.run.record), iteration, stage, inputs)
+    run = controller.run
+    branch = run.branches.key(iteration, stage_of(stage))
+    return stage_key(controller.config, key_uid(run.record), iteration, stage, inputs, branch)
 
 
 def weights_exist(controller: RunController, manifest: Manifest) -> bool:

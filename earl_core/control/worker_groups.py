@@ -27,6 +27,7 @@ from earl_core.deployment.placement import Division, Place, spread
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
 from earl_core.deployment.stages import PLACED, ROLES
+from earl_core.run.branches import Branches
 from earl_core.run.worker import Peers
 from earl_core.system.errors import Cancelled
 
@@ -85,8 +86,8 @@ class WorkerGroups:
     directory: the run's. listener: told what starts. next_iteration: the one that calls outside of
     a stage belong to. hosts: where ranks run; none: this machine. peers: for who reads shards.
     here: have all in this process and the callers' threads, for a debugger. note: keeps an event of
-    an iteration and a stage. `rebuilt`: groups that were lost between two calls, by iteration.
-    `division`: of the devices, by which groups have their places.
+    an iteration and a stage. branches: the run's. `rebuilt`: groups that were lost between two
+    calls, by iteration. `division`: of the devices, by which groups have their places.
     """
 
     def __init__(
@@ -101,18 +102,17 @@ class WorkerGroups:
         peers: Peers = Peers(),  # noqa: B008  (it cannot change)
         here: bool = False,
         note: Callable[[int, str, str], None] = lambda iteration, stage, event: None,
+        branches: Branches = Branches(),  # noqa: B008  (it cannot change)
     ) -> None:
-        self.hardware = hardware
+        self.hardware, self._note = hardware, note
         self.rebuilt: Counter[int] = Counter()
-        self._note = note
         self.stop_requested = threading.Event()
         self._config, self._directory, self._logs = config, directory, logs
         self.division, self._settings = config.stages.division, config.model_dump(mode="json")
         self._listener = listener
         self._next_iteration = next_iteration
         self._hosts = hosts or local_hosts(1)
-        self._peers = peers
-        self._here = here
+        self._of_run, self._here = {"peers": list(peers), "branches": branches.dump()}, here
         self._closing = False
         self._groups: dict[Member, Group] = {}
         self._places: dict[Member, tuple[Place, ...]] = {}
@@ -186,7 +186,7 @@ class WorkerGroups:
             "arguments": {
                 "config": self._settings,
                 "run_directory": str(self._directory),
-                "peers": list(self._peers),
+                **self._of_run,
             },
         }
         hosts = [self._hosts[number] for number, _ in places]

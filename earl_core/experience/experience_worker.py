@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -147,27 +148,33 @@ class ExperienceWorker(RunWorker):
         """End the processes of the reward functions."""
         await self._scorer.close()
 
-    def _coefficient(self, label: str) -> float:
+    def _coefficient(self, label: str, factor: float) -> float:
         """The KL coefficient of an environment's episodes in this iteration."""
-        return self._config.penalty(label).at(self._context.iteration or 0)
+        return factor * self._config.penalty(label).at(self._context.iteration or 0)
 
     def advantage_statistics(
-        self, manifests: list[dict[str, Any]], quarantined: Sequence[int] = ()
+        self,
+        manifests: list[dict[str, Any]],
+        quarantined: Sequence[int] = (),
+        kl_factor: float = 1.0,
     ) -> dict[str, Any]:
         """Compute the statistics of this rank's episodes that `advantage` needs in every rank;
         arguments as there."""
         algorithm = self._config.algorithm
+        coefficient = partial(self._coefficient, factor=kl_factor)
         with self._open(manifests, quarantined) as batch:
-            return advantage_statistics(batch, algorithm, self._coefficient).model_dump()
+            return advantage_statistics(batch, algorithm, coefficient).model_dump()
 
     def advantage(
         self,
         manifests: list[dict[str, Any]],
         statistics: dict[str, Any],
         quarantined: Sequence[int] = (),
+        kl_factor: float = 1.0,
     ) -> dict[str, Any]:
         """Advantages from the rollout's, the reward's and, if given, the reference's manifest.
-        statistics: those of all ranks, merged. quarantined: ids of episodes that have left."""
+        statistics: those of all ranks, merged. quarantined: ids of episodes that have left.
+        kl_factor: of the KL coefficients in the reward."""
         started = time.perf_counter()
         with self._open(manifests, quarantined) as batch:
             if not len(batch):
@@ -176,7 +183,7 @@ class ExperienceWorker(RunWorker):
                 batch,
                 self._config.algorithm,
                 RankStatistics.model_validate(statistics),
-                self._coefficient,
+                partial(self._coefficient, factor=kl_factor),
             )
         if not metrics["episodes_kept"]:
             return self._result([], metrics, tokens, started)

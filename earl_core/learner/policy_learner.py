@@ -61,11 +61,11 @@ class PolicyLearner:
     """Trains one causal language model, alone or as one rank of a mesh.
 
     model: what to load. temperature: that of the rollout; logits are divided by it. iterations,
-    seed: of the run. imitation: its first iterations, if they imitate.
-    mesh: the ranks that train together; all of them call each method alike, those of one replica
-    with the same samples, and what they compute is what one process would compute from all
-    samples. logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
-    offload_optimizer: keep the optimizer's state of a GPU in the host's memory.
+    seed: of the run. imitation: its first iterations, if they imitate. mesh: the ranks that train
+    together; all of them call each method alike, those of one replica with the same samples, and
+    what they compute is what one process would compute from all samples. logits_chunk_tokens:
+    positions whose logits exist at a time; None: as memory allows. offload_optimizer: keep the
+    optimizer's state of a GPU in the host's memory.
 
     Raises ConfigError for a model that cannot be trained (on this mesh) or an unknown algorithm.
     """
@@ -90,10 +90,8 @@ class PolicyLearner:
             keep_freed_memory()
         if update.threads:
             torch.set_num_threads(update.threads)
-        self.config = update
-        self.temperature = temperature
-        self.iterations = iterations
-        self.seed = seed
+        self.config, self.temperature = update, temperature
+        self.iterations, self.seed = iterations, seed
         self._algorithm = Algorithm(algorithm)
         self._imitation = imitation
         self._compiled = compiling(update, mesh.device)
@@ -226,6 +224,8 @@ class PolicyLearner:
         before_step: BeforeStep | None = None,
         on_step: StepHook | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        seed: int | None = None,
+        rate_factor: float = 1.0,
     ) -> dict[str, float]:
         """Apply one iteration's optimizer steps; returns metrics over all ranks' samples.
 
@@ -236,27 +236,27 @@ class PolicyLearner:
         on all ranks, that add nothing to their gradients (see `zero_advantage`); a minibatch of
         nothing else is a step as well. before_step is called before each step of the first epoch,
         on all ranks alike, where anything was measured, on_step(index) after each step, and
-        on_progress(trained samples, all samples of this rank) after each microbatch.
+        on_progress(trained samples, all samples of this rank) after each microbatch. seed: of the
+        order of groups; None: the learner's. rate_factor: of the learning rate.
 
         Raises ValueError when a column that the algorithm needs is missing, and UpdateRefused, on
         all ranks, before a step that would destroy the weights.
         """
         aim = aim_of(iteration, self.iterations, self.config, self._algorithm, self._imitation)
+        rate, seed = aim.learning_rate * rate_factor, self.seed if seed is None else seed
         algorithm = aim.algorithm
         algorithm.check_columns(samples, aim.epochs * aim.minibatches)
         memory.reset_peak()
-        self.optimizer.learning_rate = aim.learning_rate
+        self.optimizer.learning_rate = rate
         if aim.fresh:
             self.optimizer.state.clear()
         skipped = skipped or Skipped()
-        routing = RoutingTally(Ranks(self.mesh), algorithm.balance)
-        metrics = UpdateMetrics(aim.learning_rate, routing)
-        whole = algorithm.whole_episodes
-        table, own = gathered_table(self._ranks, samples, skipped.table, whole)
+        metrics = UpdateMetrics(rate, RoutingTally(Ranks(self.mesh), algorithm.balance))
+        table, own = gathered_table(self._ranks, samples, skipped.table, algorithm.whole_episodes)
         steps = 0
         for epoch in range(aim.epochs):
             minibatches = split_table(
-                table, own, aim.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
+                table, own, aim.minibatches, seed=seed, iteration=iteration, epoch=epoch,
                 skipped=len(skipped.table),
             )  # fmt: skip
             plans = [self._plan(samples, each.rows, algorithm) for each in minibatches]

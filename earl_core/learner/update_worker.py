@@ -117,11 +117,14 @@ class LearnerWorker(ModelWorker):
         checkpoint: str | None,
         record: dict[str, Any],
         link_bytes: float = 0.0,
+        rate_factor: float = 1.0,
+        kl_factor: float = 1.0,
     ) -> dict[str, Any]:
         """Apply the iteration's update to its assigned version, once; write `checkpoint` if given.
 
         manifests: references to the rollout's, the reference's if there is one, and last the
-        advantage's; or to that of demonstrations alone. link_bytes: see `Layout`.
+        advantage's; or to that of demonstrations alone. link_bytes: see `Layout`. rate_factor,
+        kl_factor: of the learning rate, and of the KL coefficients in the loss.
         Returns the new policy version, the weights' digest, metrics, the shards this rank wrote,
         `prefixes` of the batch for the probe of the new version, and how many steps were applied
         in this call (0 when an earlier call had applied them).
@@ -137,7 +140,7 @@ class LearnerWorker(ModelWorker):
                     f"iteration {iteration} updates policy version {trained}, but the learner "
                     f"holds version {self._version}: resume the run from its last checkpoint"
                 )
-            steps = self._apply(manifests, iteration, link_bytes)
+            steps = self._apply(manifests, iteration, link_bytes, rate_factor, kl_factor)
         assert self._applied is not None
         if checkpoint is not None:
             self._save(Path(checkpoint), iteration, record)
@@ -219,7 +222,14 @@ class LearnerWorker(ModelWorker):
             )
         self.restore(str(self._restored) if self._restored else None)
 
-    def _apply(self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float) -> int:
+    def _apply(
+        self,
+        manifests: list[dict[str, Any]],
+        iteration: int,
+        link_bytes: float,
+        rate_factor: float,
+        kl_factor: float,
+    ) -> int:
         started = time.perf_counter()
         steps = 0
 
@@ -230,7 +240,7 @@ class LearnerWorker(ModelWorker):
             fault_points.point(f"update.step{index}", iteration)
 
         with ExitStack() as leases:
-            rows = self._rows(manifests, iteration, link_bytes, leases)
+            rows = self._rows(manifests, iteration, link_bytes, leases, kl_factor)
             drawn = chosen(self._ranks.gather_json(candidates(rows.samples, iteration)))
             stale = self._staleness(rows, iteration)
             watch = self._config.mismatch_watch
@@ -241,6 +251,8 @@ class LearnerWorker(ModelWorker):
                 before_step=lambda mismatch: watch.check(mismatch, iteration),
                 on_step=on_step,
                 on_progress=self._report,
+                seed=self._seed(iteration),
+                rate_factor=rate_factor,
             )
             read = rows.close()
         if self._learner.parallel.module.routers is not None:
@@ -261,7 +273,12 @@ class LearnerWorker(ModelWorker):
         return steps
 
     def _rows(
-        self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float, leases: ExitStack
+        self,
+        manifests: list[dict[str, Any]],
+        iteration: int,
+        link_bytes: float,
+        leases: ExitStack,
+        kl_factor: float,
     ) -> _Rows:
         """Open the rows of the update, and score them where it needs that. They are views that must
         go before the leases."""
@@ -271,11 +288,12 @@ class LearnerWorker(ModelWorker):
         skipped = self._skipped(manifests, iteration, link_bytes)
         split = by_minibatch(
             self._config.minibatches(iteration),
-            seed=self._config.seed,
+            seed=self._seed(iteration),
             iteration=iteration,
             skipped=skipped.table,
         )
-        columns = TRAINED if self._config.one_penalty else (*TRAINED, LABEL)
+        coefficient = self._coefficient(iteration, kl_factor)
+        columns = TRAINED if coefficient is None else (*TRAINED, LABEL)
         out = skipped.table[:, 0]
         batch = leases.enter_context(self._open(manifests, columns, split, link_bytes, without=out))
         shards: list[ShardEntry] = []
@@ -285,7 +303,7 @@ class LearnerWorker(ModelWorker):
         if self._config.needs_old_logprobs and not self._config.imitates(iteration):
             plain = training_samples(batch, masks, routing=routing)
             shards, old = self._score(batch, plain, iteration, leases)
-        given = old, self._version, self._coefficient(iteration)
+        given = old, self._version, coefficient
         samples = training_samples(batch, masks, *given, routing)
         return _Rows(samples, skipped, shards, batch, routing)
 
@@ -305,11 +323,13 @@ class LearnerWorker(ModelWorker):
             )
         return found
 
-    def _coefficient(self, iteration: int) -> Callable[[str], float] | None:
-        """The KL coefficient of an environment's episodes; None: all have the same, or none."""
-        if self._config.one_penalty or self._config.imitates(iteration):
+    def _coefficient(self, iteration: int, factor: float) -> Callable[[str], float] | None:
+        """The KL coefficient of an environment's episodes; None: all have the run file's, or
+        none."""
+        as_set = self._config.one_penalty and factor == 1.0
+        if as_set or self._config.imitates(iteration):
             return None
-        return lambda label: self._config.penalty(label).at(iteration)
+        return lambda label: factor * self._config.penalty(label).at(iteration)
 
     def _skipped(
         self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float
@@ -321,7 +341,7 @@ class LearnerWorker(ModelWorker):
         with self._open(manifests, ADVANTAGES, None, link_bytes) as batch:
             own = advantage_table(batch)
         table = np.concatenate(Ranks(self._mesh, "data_parallel").gather_rows(own))
-        whole, seed = self._learner.whole_episodes, self._config.seed
+        whole, seed = self._learner.whole_episodes, self._seed(iteration)
         return choose(table, whole_episodes=whole, seed=seed, iteration=iteration)
 
     def _score(

@@ -69,7 +69,8 @@ class GroupWorker(EngineWorker):
 
     def _specs(self, group: int, drawn: Draw, iteration: int) -> list[EpisodeSpec]:
         """The episodes of a group. iteration: the one that trains on them."""
-        size, seed, (label, prompt) = self._config.rollout.group_size, self._config.seed, drawn
+        size, seed = self._config.rollout.group_size, self._seed(iteration)
+        label, prompt = drawn
         return [
             EpisodeSpec(
                 episode_id=episode,

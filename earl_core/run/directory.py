@@ -1,7 +1,7 @@
 """The run directory, the only truth about a run.
 
 runs/<name>/
-  run.json                       uid, finished, tracking ids, the settings last worked with
+  run.json                       uid, finished, tracking ids, branches, the last settings
   config.yaml                    the resolved configuration
   lock                           held by the live controller
   ledger.jsonl                   what each attempt really executed
@@ -38,6 +38,7 @@ from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, 
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import SpillError
 from earl_core.guard.detectors import is_compared
+from earl_core.run.branches import Branches
 from earl_core.run.checkpoints import (
     MARKER,
     best_evaluated,
@@ -81,7 +82,8 @@ resumed: how many episodes may fail, how many hosts there are, how long they may
 
 class RunDirectory:
     """An opened run: locked by this process until `close()`. observations: what the selector learns
-    from. versions: its policy versions. redaction: what episodes pass where they leave it."""
+    from. versions: its policy versions. branches: those that it has had when it was opened.
+    redaction: what episodes pass where they leave it."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
@@ -102,6 +104,7 @@ class RunDirectory:
         self._check_same_run()
         over = self.record, self.config.schedule.pinned, self.last_stable() + 1
         self.versions = PolicyVersions(self.path, staleness_over_iterations(*over))
+        self.branches = Branches.of(self.record)
         self.store: ShardStore = run_store(self.path, self.config)
         self.stores = HostStores(self.store)
         self.groups = GroupJournal(self.path)

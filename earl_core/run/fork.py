@@ -22,6 +22,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.load import dump_config
 from earl_core.config.run import KEPT_ADAPTER, KEPT_ANCESTOR, KEPT_REFERENCES
 from earl_core.dispatch.segments.pool_directory import new_uid
+from earl_core.run.branches import BRANCHES, Branches
 from earl_core.run.checkpoints import MARKER, read_state
 from earl_core.run.episodes import NAME
 from earl_core.run.inherited_stages import copy_seal, inherit
@@ -151,7 +152,11 @@ def _record(parent: Path, record: dict[str, Any], uid: str, iteration: int) -> d
     }
     noted = {name: record[name] for name in _NOTED if name in record}
     staleness = noted_staleness(record)
-    past = {} if staleness is None else {STALENESS: staleness}
+    past: dict[str, Any] = {} if staleness is None else {STALENESS: staleness}
+    if opened := Branches.of(record).through(iteration).opened:
+        # What was set aside stays with the parent.
+        own = (each.model_copy(update={"set_aside": "", "pending": False}) for each in opened)
+        past[BRANCHES] = Branches(tuple(own)).dump()
     return {"uid": uid, "attempts": 0, FORKED: forked, **noted, **past}
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from earl_core.deployment.stages import STAGES, stage_of
+from earl_core.run.branches import Branches
 from earl_core.run.checkpoints import evaluated
 from earl_core.run.record import RunDamaged, read_lines, read_record
 from earl_core.run.told_progress import told_share
@@ -69,9 +71,18 @@ def evaluations_of(path: Path) -> list[Line]:
 
 def tracking_uri(path: Path) -> str | None:
     """Return the address at which the run was tracked; None when it was not."""
-    try:
-        record = read_record(path)
-    except (OSError, RunDamaged):
-        return None
-    uri = (record.get("tracking") or {}).get("uri")
+    uri = (_record(path).get("tracking") or {}).get("uri")
     return uri if isinstance(uri, str) else None
+
+
+def branch_of(path: Path) -> int | None:
+    """The number of the branch that the run is in; None before the guard has had it go back."""
+    opened = Branches.of(_record(path)).opened
+    return opened[-1].number if opened else None
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        return read_record(path)
+    except (OSError, RunDamaged):
+        return {}

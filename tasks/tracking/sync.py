@@ -64,6 +64,9 @@ def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
     tags = {SENT: json.dumps({**sent, "past": _past(run)}, sort_keys=True)}
     reasons = _plan(run, sent.get("metrics", -1)).get("reasons", {})
     tags |= {f"plan.{stage}": shareable(str(reason)) for stage, reason in reasons.items()}
+    for branch in run.branches.opened:
+        tags["branch"] = str(branch.number)
+        tags[f"branch.{branch.number}"] = shareable(branch.line)
     if found := newest_finding(found_in(run, sent.get("metrics", -1))):
         tags["guard"] = shareable(found)
     stable = run.last_stable()

@@ -13,6 +13,7 @@ from earl_core.config.table import resolved_rows
 from earl_core.config.yaml_text import write_yaml
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.rollout.chat.tool_calls import FORMATS
+from earl_core.run.branches import Branches
 from earl_core.run.record import lineage_names
 from earl_core.secrets import find_secrets, shareable_tree
 from earl_core.secrets.rules import Redaction
@@ -193,6 +194,8 @@ def facts(records: RunRecords) -> list[tuple[str, str]]:
     ]
     if names := lineage_names(records.record):
         found.insert(1, ("began with", ", ".join(names)))
+    branches = Branches.of(records.record).opened
+    found += [(f"branch {each.number}", each.line) for each in branches]
     if records.ledger:
         began = records.ledger[0]["time"]
         found.append(("began", time.strftime(_TIME, time.localtime(began))))
