@@ -104,7 +104,8 @@ class Registry(Generic[T]):
         return f"choose one of {names}, or give an import path package.module:Class"
 
     def _explain(self, name: str, cls: type[T], error: Exception) -> str:
-        known = ", ".join(cls.model_fields) or "none"
+        fields = cls.model_fields.items()
+        known = ", ".join(field.alias or key for key, field in fields) or "none"
         if not isinstance(error, ValidationError):
             return f"the {self.kind} {name!r} cannot be built: {error} (its parameters: {known})"
         problems = "; ".join(
