@@ -16,6 +16,7 @@ from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
 from earl_core.config.combinations import (
     check_algorithm,
     check_balance,
+    check_critic,
     check_curriculum,
     check_deal,
     check_drafts,
@@ -24,6 +25,7 @@ from earl_core.config.combinations import (
     check_sizes,
     check_stream,
 )
+from earl_core.config.critic import CriticConfig
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -123,6 +125,10 @@ class RunConfig(Settings):
         default=AlgorithmConfig(),
         description="Advantage estimator, policy loss and KL penalty; by default GRPO with PPO's "
         "clipped loss and no KL penalty.",
+    )
+    critic: CriticConfig | None = Field(
+        default=None,
+        description="The critic of an estimator that needs values, such as gae; None: none.",
     )
     update: UpdateConfig = Field(
         default=UpdateConfig(),
@@ -226,14 +232,16 @@ class RunConfig(Settings):
         check_sizes(rollout, update)
         charged = any(self.penalty(label).coefficient for label in self.played)
         corrected = check_algorithm(self.algorithm, rollout.group_size, charged)
+        adapter, imitates = self.model.adapter is not None, self.imitation is not None
+        check_critic(self.critic, self.algorithm, self.iterations, adapter, imitates)
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         check_deal(rollout, self.tracking.keep_episodes)
         check_balance(self.algorithm, self.model, rollout)
-        check_drafts(rollout, self.update.deterministic, self.model.adapter is not None)
+        check_drafts(rollout, self.update.deterministic, adapter)
         self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
-            check_stream(rollout, self.imitation is not None)
+            check_stream(rollout, imitates)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages, self, self.schedule.staleness)
