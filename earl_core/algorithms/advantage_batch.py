@@ -49,8 +49,8 @@ class Episodes:
 
     rewards: [E]. group_ids: integers [E]. token_counts: of trained tokens, [E], sum T. penalties:
     what is taken off the reward at each token, [T]: the KL coefficient times the KL estimate; None
-    for nothing. turns: for a turn-level estimator. values: a critic's, before each token, [T]; for an
-    estimator that needs them.
+    for nothing. turns: for a turn-level estimator. values: a critic's, before each token, [T]; for
+    an estimator that needs them.
     """
 
     rewards: Float64Array

@@ -19,7 +19,7 @@ from earl_core.comparison.seals import compare_seals, metric_changes
 from earl_core.comparison.weights import TensorDifference, compare_tensors
 from earl_core.deployment.stages import ROWS, STAGES, stage_of
 from earl_core.dispatch import ManifestError
-from earl_core.run.checkpoints import verify_checkpoint
+from earl_core.run.checkpoints import state_path, verify_checkpoint
 from earl_core.run.episodes import EpisodesDamaged
 from earl_core.system.errors import ConfigError, EarlError
 
@@ -212,7 +212,9 @@ class _Search:
         if None in folders:
             return None
         try:
-            return compare_tensors(*(folder / "policy" for folder in folders if folder))
+            return compare_tensors(
+                *(state_path(folder, stage) / "policy" for folder in folders if folder)
+            )
         except (OSError, EarlError) as error:
             self._damage[str(error)] = None
             return None

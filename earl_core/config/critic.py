@@ -1,4 +1,4 @@
-"""The critic: a model of its own that expects returns, for advantage estimators that need values."""
+"""The critic: a model of its own that expects returns."""
 
 from __future__ import annotations
 

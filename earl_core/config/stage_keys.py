@@ -71,7 +71,7 @@ def stage_key(
 
 def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
-    # Keys of runs that do not imitate, or have no critic, are as they were before there was such a thing.
+    # Keys of runs without such a thing are as they were before there was one.
     absent = tuple(name for name in ("imitation", "critic") if getattr(config, name) is None)
     names = [name for name in STAGE_SETTINGS[stage_of(stage)] if not name.startswith(absent)]
     whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})

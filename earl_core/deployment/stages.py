@@ -85,9 +85,9 @@ class Stage:
     stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
     forward pass of the update's model alone, laid out as the update is unless the choice is its
     own. joins: the attribute of a configuration, and of the selection's input, that says whether
-    the ranks of the update do it, which hold its model then; empty: they never do. learnt_by: the stage whose result of the
-    iteration before it computes with, and its key covers; empty: none. imitates,
-    streams: whether it is of iterations that imitate, or of runs whose groups are sealed one by
+    the ranks of the update do it, which hold its model then; empty: they never do. learnt_by: the
+    stage whose result of the iteration before it computes with, and its key covers; empty: none.
+    imitates, streams: whether it is of iterations that imitate, or of runs whose groups are sealed one by
     one; None: of both. told_as: the stage under whose name its metrics are told; empty: its own.
     """
 

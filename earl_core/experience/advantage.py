@@ -272,16 +272,15 @@ def _penalties(
         of_row = [coefficient(labels[row]) for row in rows.tolist()]
         each = np.repeat(np.array(of_row, dtype=np.float64), [len(at) for at in trained])
     both = [
-        _of_tokens(batch, name, rows, trained) for name in ("rollout_logprobs", "reference_logprobs")
+        _of_tokens(batch, name, rows, trained)
+        for name in ("rollout_logprobs", "reference_logprobs")
     ]
     bounded = estimator.bounded(*both)
     # Nobody need have scored what costs nothing.
     return each * estimator.values(*both), None if bounded is None else bounded * (each > 0)
 
 
-def _of_tokens(
-    batch: Batch, name: str, rows: np.ndarray, trained: list[np.ndarray]
-) -> np.ndarray:
+def _of_tokens(batch: Batch, name: str, rows: np.ndarray, trained: list[np.ndarray]) -> np.ndarray:
     """A column's numbers at the rows' trained positions, float64, row after row."""
     parts = [batch.row(name, int(row))[at] for row, at in zip(rows, trained, strict=True)]
     return np.concatenate([np.empty(0), *parts])

@@ -360,7 +360,9 @@ class PolicyLearner:
                 if balance is not None:
                     fed = replace(fed, tensors=balance.charging(fed.tensors))
                 self.parallel.begin_microbatch(last=number == count)
-                with memory.microbatch(algorithm.stage, iteration, number, count, packed.tokens.size):
+                with memory.microbatch(
+                    algorithm.stage, iteration, number, count, packed.tokens.size
+                ):
                     if own and packed.targets.size:
                         self._accumulate(fed, minibatch, algorithm, metrics, compared)
                     elif self._others_wait or not own or balance is not None:
