@@ -36,7 +36,8 @@ class Steps:
         """Make each of the turns' T trained tokens a step. A turn's reward comes with its last
         token, penalties with their own. penalties, values: [T]."""
         counts = turns.token_counts
-        rewards = np.zeros(len(values)) if penalties is None else -penalties
+        rewards: Float64Array = np.zeros(len(values))
+        rewards -= 0.0 if penalties is None else penalties
         first, of_token = _first_tokens(turns), np.repeat(turns.episodes, counts)
         # A turn without a token pays the one before it, whose consequence it is.
         last = np.cumsum(counts) - 1

@@ -127,8 +127,7 @@ class RunConfig(Settings):
         "clipped loss and no KL penalty.",
     )
     critic: CriticConfig | None = Field(
-        default=None,
-        description="The critic of an estimator that needs values, such as gae; None: none.",
+        default=None, description="The critic that an estimator such as gae asks; None: none."
     )
     update: UpdateConfig = Field(
         default=UpdateConfig(),
@@ -222,7 +221,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
-        rollout, update = self.rollout, self.update
+        rollout, update, adapter = self.rollout, self.update, self.model.adapter is not None
         problem = self._needs_zero_advantage
         if problem and update.zero_advantage == "skip":
             raise ValueError(
@@ -232,8 +231,7 @@ class RunConfig(Settings):
         check_sizes(rollout, update)
         charged = any(self.penalty(label).coefficient for label in self.played)
         corrected = check_algorithm(self.algorithm, rollout.group_size, charged)
-        adapter, imitates = self.model.adapter is not None, self.imitation is not None
-        check_critic(self.critic, self.algorithm, self.iterations, adapter, imitates)
+        check_critic(self.critic, self.algorithm, self.iterations, adapter, bool(self.imitation))
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         check_deal(rollout, self.tracking.keep_episodes)
@@ -241,7 +239,7 @@ class RunConfig(Settings):
         check_drafts(rollout, self.update.deterministic, adapter)
         self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
-            check_stream(rollout, imitates)
+            check_stream(rollout, bool(self.imitation))
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages, self, self.schedule.staleness)

@@ -271,10 +271,8 @@ def _penalties(
         labels = batch.strings("environment")
         of_row = [coefficient(labels[row]) for row in rows.tolist()]
         each = np.repeat(np.array(of_row, dtype=np.float64), [len(at) for at in trained])
-    both = [
-        _of_tokens(batch, name, rows, trained)
-        for name in ("rollout_logprobs", "reference_logprobs")
-    ]
+    names = "rollout_logprobs", "reference_logprobs"
+    both = [_of_tokens(batch, name, rows, trained) for name in names]
     bounded = estimator.bounded(*both)
     # Nobody need have scored what costs nothing.
     return each * estimator.values(*both), None if bounded is None else bounded * (each > 0)

@@ -79,7 +79,8 @@ class CriticWorker(LearnerWorker):
         columns = []
         for sample in rows.samples:
             at, (old, errors) = sample.loss_mask != 0, (sample.values, sample.advantages)
-            assert old is not None and errors is not None
+            assert old is not None
+            assert errors is not None
             columns.append(np.stack([old[at], errors[at]]).astype(np.float64))
         values, errors = np.concatenate([np.empty((2, 0)), *columns], axis=1)
         own = [asdict(Moments.from_values(each)) for each in (values, values + errors, errors)]

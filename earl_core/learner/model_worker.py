@@ -1,5 +1,5 @@
-"""The part that ranks of the `update`, the `critic` and the `reference` worker group share: a mesh, a reader of
-shards, a learner; and one rank of `reference`, which holds frozen models."""
+"""The part that ranks of the worker groups `update`, `critic` and `reference` share: a mesh, a
+reader of shards, a learner; and one rank of `reference`, which holds frozen models."""
 
 from __future__ import annotations
 

@@ -252,8 +252,7 @@ class PolicyLearner:
         skipped = skipped or Skipped()
         routing = RoutingTally(Ranks(self.mesh), algorithm.balance)
         metrics = UpdateMetrics(aim.learning_rate, routing)
-        whole = algorithm.whole_episodes
-        table, own = gathered_table(self._ranks, samples, skipped.table, whole)
+        table, own = gathered_table(self._ranks, samples, skipped.table, algorithm.whole_episodes)
         steps = 0
         for epoch in range(aim.epochs):
             minibatches = split_table(
@@ -318,8 +317,7 @@ class PolicyLearner:
         self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[int]], count: int
     ) -> Iterator[FedMicrobatch]:
         """Yield the microbatches of the plan, and fillers until there are `count`."""
-        missing = count - len(plan)
-        if missing > 0:
+        if (missing := count - len(plan)) > 0:
             samples = [*samples, FILLER]
             plan = [*plan, *[[len(samples) - 1]] * missing]
         return self._feed.microbatches(samples, plan)
@@ -360,9 +358,8 @@ class PolicyLearner:
                 if balance is not None:
                     fed = replace(fed, tensors=balance.charging(fed.tensors))
                 self.parallel.begin_microbatch(last=number == count)
-                with memory.microbatch(
-                    algorithm.stage, iteration, number, count, packed.tokens.size
-                ):
+                tokens = packed.tokens.size
+                with memory.microbatch(algorithm.stage, iteration, number, count, tokens):
                     if own and packed.targets.size:
                         self._accumulate(fed, minibatch, algorithm, metrics, compared)
                     elif self._others_wait or not own or balance is not None:

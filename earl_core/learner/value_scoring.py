@@ -30,6 +30,6 @@ class ValueScoring(Scoring):
         if self.copies > 1 and weight.requires_grad:
             # Ranks add the gradients of what each holds whole up, as parts of one; here all are it.
             weight = weight.view_as(weight)
-            weight.register_hook(lambda gradient: gradient / self.copies)
+            weight.register_hook(lambda gradient: gradient / self.copies)  # type: ignore[no-untyped-call]
         rows = states.index_select(0, packed.predictors)
         return (rows.float() @ weight.float().t())[:, 0], None

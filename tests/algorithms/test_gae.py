@@ -1,4 +1,4 @@
-"""Generalized advantages: closed forms on small MDPs, the recursion, and what no change may touch."""
+"""Generalized advantages: closed forms on small MDPs, the recursion, and what changes nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_true_values_leave_the_steps_own_surprise(lam: float) -> None:
     parameters = {"gamma": gamma, "lambda": lam}
     found = advantages(values[:4].tolist(), [1] * 4, rewards.tolist(), **parameters)
     np.testing.assert_allclose(found, 0.0, atol=1e-12)
-    drawn = rewards + [0.0, 0.0, 0.0, 1.0]
+    drawn = np.append(rewards[:3], 3.0)
     found = advantages(values[:4].tolist(), [1] * 4, drawn.tolist(), **parameters)
     np.testing.assert_allclose(found, (gamma * lam) ** np.arange(3.0, -1.0, -1.0), atol=1e-12)
 
@@ -164,7 +164,7 @@ def test_lambda_one_is_the_return_to_go_less_the_value() -> None:
 
 def test_parameters_and_inputs_are_checked() -> None:
     for wrong in ({"gamma": 0.0}, {"lambda": 1.5}, {"level": "episode"}, {"lam": 0.5}):
-        with pytest.raises(ConfigError, match="gamma, lambda, level|level, gamma, lambda"):
+        with pytest.raises(ConfigError, match="gamma, lambda"):
             ADVANTAGE_ESTIMATORS.build({"name": "gae", **wrong})
     estimator = ADVANTAGE_ESTIMATORS.build({"name": "gae"})
     with pytest.raises(ValueError, match="values"):

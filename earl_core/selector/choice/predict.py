@@ -55,10 +55,8 @@ class Predictor:
             self.shape, device_of(self.hardware), self.hardware, self._value
         )
         held = {"reference": given.reference_models or (self.shape,), "value": (self.shape,)}
-        self._scoring = {
-            stage: Scoring(models, self.hardware, self._value, roofline)
-            for stage, models in held.items()
-        }
+        where = self.hardware, self._value, roofline
+        self._scoring = {stage: Scoring(models, *where) for stage, models in held.items()}
         self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
         seen = given.statistics
@@ -271,10 +269,8 @@ class Predictor:
         """Return the reason why a host of GPUs cannot hold what its ranks leave there for the
         engines' time, and engines of an adapter for its own, beside published versions; or ""."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
-        needed = ranks * self.memory.resting(candidate, self.given.update.mixed)
-        if self.given.critic is not None:
-            # Policy and critic, of which each rests while the other works.
-            needed *= 2
+        learners = 1 if self.given.critic is None else 2
+        needed = learners * ranks * self.memory.resting(candidate, self.given.update.mixed)
         needed += self.given.weight_versions * self._value * self.shape.trained_parameters
         if self.shape.adapter is not None:
             engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)

@@ -145,9 +145,8 @@ class SelectionInput(Settings):
         cls, config: RunConfig, hardware: Hardware, model: ModelShape, **seen: Any
     ) -> SelectionInput:
         """Make the input of a run. seen: the other fields, as far as there is something to say."""
-        sections = ("rollout", "experience", "update", "stages", "selector")
-        sections += ("needs_reference", "critic")
-        own = {name: getattr(config, name) for name in sections}
+        sections = ("rollout", "experience", "update", "critic", "stages", "selector")
+        own = {name: getattr(config, name) for name in (*sections, "needs_reference")}
         adapter = config.model.adapter
         trained = model.with_adapter(adapter.shape) if adapter else model
         own |= {"hardware": hardware, "model": trained}
