@@ -53,7 +53,8 @@ class Steps:
         acts = counts > 0
         actor = np.maximum.accumulate(np.where(acts, np.arange(len(counts)), -1))
         paid = (actor >= 0) & (turns.episodes == turns.episodes[actor])
-        summed = np.bincount(actor[paid], rewards[paid], minlength=len(counts))
+        summed: Float64Array = np.zeros(len(counts))
+        np.add.at(summed, actor[paid], rewards[paid])
         starts = (np.cumsum(counts) - counts)[acts]
         return cls(summed[acts], values[starts], turns.episodes[acts], counts[acts])
 

@@ -87,8 +87,9 @@ class Stage:
     own. joins: the attribute of a configuration, and of the selection's input, that says whether
     the ranks of the update do it, which hold its model then; empty: they never do. learnt_by: the
     stage whose result of the iteration before it computes with, and its key covers; empty: none.
-    imitates, streams: whether it is of iterations that imitate, or of runs whose groups are sealed one by
-    one; None: of both. told_as: the stage under whose name its metrics are told; empty: its own.
+    imitates, streams: whether it is of iterations that imitate, or of runs whose groups are sealed
+    one by one; None: of both. told_as: the stage under whose name its metrics are told; empty: its
+    own.
     """
 
     name: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch
 from earl_core.learner.data.samples import SCORED, VALUED, by_minibatch, value_samples
-from earl_core.learner.model_worker import Score
 from earl_core.learner.update_worker import LearnerWorker, Rows
 from earl_core.learner.value_regression import ValueRegression
 from earl_core.tensors.collectives import Ranks
@@ -48,11 +47,10 @@ class CriticWorker(LearnerWorker):
 
         manifests: a reference to it. link_bytes: see `Layout`.
         """
+        return self._scored(manifests, SCORED, link_bytes, VALUES_SCHEMA, "value", self._values)
 
-        def scorer(batch: Batch) -> Score:
-            return partial(self._learner.score, value_samples(batch, self._in_turns))
-
-        return self._scored(manifests, SCORED, link_bytes, VALUES_SCHEMA, "value", scorer)
+    def _values(self, batch: Batch, *given: Any) -> list[np.ndarray]:
+        return self._learner.score(value_samples(batch, self._in_turns), *given)
 
     def _objective(self) -> ValueRegression:
         return ValueRegression(self._critic.clip)

@@ -42,9 +42,6 @@ from earl_core.tensors.collectives import Ranks
 from earl_core.tensors.slices import slices_of
 from earl_core.trajectory.schema import REFERENCE_SCHEMA
 
-Score = Callable[..., list[np.ndarray]]
-"""As `PolicyLearner.score`, of one batch."""
-
 
 class ModelWorker(RunWorker):
     """One rank of a group that holds the model."""
@@ -118,7 +115,7 @@ class ModelWorker(RunWorker):
                 link_bytes,
                 REFERENCE_SCHEMA,
                 "reference",
-                lambda batch: partial(self._reference_logprobs, batch),
+                self._reference_logprobs,
             )
 
     def _scored(
@@ -128,10 +125,10 @@ class ModelWorker(RunWorker):
         link_bytes: float,
         schema: pa.Schema,
         stage: str,
-        scorer: Callable[[Batch], Score],
+        scorer: Callable[..., list[np.ndarray]],
     ) -> dict[str, Any]:
         """Write the column of a stage that scores, for this replica's rows. columns: that are read.
-        scorer: of a batch, what scores it."""
+        scorer: scores a batch, as `PolicyLearner.score` does samples."""
         started = time.perf_counter()
         reset_peak()
         shards, tokens = [], 0
@@ -140,7 +137,7 @@ class ModelWorker(RunWorker):
             guarded(stage),
             self._open(manifests, columns, None, link_bytes, without=out) as batch,
         ):
-            score = scorer(batch)
+            score = partial(scorer, batch)
             if self._mesh.leader and len(batch):
                 entry = self._publish_scores(batch, schema, stage, partial(score, self._report))
                 shards, tokens = [entry.model_dump(mode="json")], sum(entry.row_lengths)
