@@ -58,13 +58,16 @@ def check_critic(
     critic: CriticConfig | None,
     algorithm: AlgorithmConfig,
     iterations: int,
+    prompts: int,
+    *,
     adapter: bool,
     imitates: bool,
 ) -> None:
     """Raise `ValueError` for an advantage estimator without the values that it needs, and for a
     critic that nobody asks or that has nothing to learn from.
 
-    adapter: there is a `model.adapter`. imitates: the first iterations do.
+    prompts: of an iteration. adapter: there is a `model.adapter`. imitates: the first iterations
+    do.
     """
     estimator, name = ADVANTAGE_ESTIMATORS.checked(algorithm.advantage), algorithm.advantage["name"]
     if critic is None:
@@ -86,6 +89,11 @@ def check_critic(
             f"critic.warmup_iterations ({critic.warmup_iterations}) leaves none of the "
             f"{iterations} iterations to train the policy: lower it, or raise iterations, which "
             "counts them too"
+        )
+    if (critic.minibatches or 1) > prompts:
+        raise ValueError(
+            f"critic.minibatches ({critic.minibatches}) exceeds rollout.prompts_per_iteration "
+            f"({prompts}): each minibatch needs a prompt of its own"
         )
     if adapter:
         raise ValueError(

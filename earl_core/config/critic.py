@@ -27,8 +27,13 @@ class CriticConfig(Settings):
     epochs: int | None = Field(
         default=None,
         ge=1,
-        description="Passes of the critic over the episodes of an iteration, each of "
-        "update.minibatches steps; null: update.epochs.",
+        description="Passes of the critic over the episodes of an iteration; null: update.epochs.",
+    )
+    minibatches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps of the critic in each of them; null: update.minibatches. A "
+        "regression takes many small steps well.",
     )
     warmup_iterations: int = Field(
         default=0,
@@ -43,5 +48,9 @@ class CriticConfig(Settings):
 
     def settings(self, update: UpdateConfig) -> UpdateConfig:
         """The update's settings, with the critic's own in their place."""
-        own = {"learning_rate": self.learning_rate, "epochs": self.epochs or update.epochs}
+        own = {
+            "learning_rate": self.learning_rate,
+            "epochs": self.epochs or update.epochs,
+            "minibatches": self.minibatches or update.minibatches,
+        }
         return update.model_copy(update=own)

@@ -222,8 +222,7 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         rollout, update, adapter = self.rollout, self.update, self.model.adapter is not None
-        problem = self._needs_zero_advantage
-        if problem and update.zero_advantage == "skip":
+        if (problem := self._needs_zero_advantage) and update.zero_advantage == "skip":
             raise ValueError(
                 f"update.zero_advantage is `skip`, but {problem}, which gives samples without an "
                 "advantage a gradient: set it to `compute`, or leave it out"
@@ -231,7 +230,8 @@ class RunConfig(Settings):
         check_sizes(rollout, update)
         charged = any(self.penalty(label).coefficient for label in self.played)
         corrected = check_algorithm(self.algorithm, rollout.group_size, charged)
-        check_critic(self.critic, self.algorithm, self.iterations, adapter, bool(self.imitation))
+        sizes, imitates = (self.iterations, rollout.prompts_per_iteration), bool(self.imitation)
+        check_critic(self.critic, self.algorithm, *sizes, adapter=adapter, imitates=imitates)
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         check_deal(rollout, self.tracking.keep_episodes)
@@ -239,7 +239,7 @@ class RunConfig(Settings):
         check_drafts(rollout, self.update.deterministic, adapter)
         self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
-            check_stream(rollout, bool(self.imitation))
+            check_stream(rollout, imitates)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages, self, self.schedule.staleness)
