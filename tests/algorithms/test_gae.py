@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -171,3 +173,21 @@ def test_parameters_and_inputs_are_checked() -> None:
         token_advantages(estimator, Episodes.checked([1.0], [0], [1]), None)
     with pytest.raises(ValueError, match="2 values for 1"):
         Episodes.checked([1.0], [0], [1], token_values=[0.0, 1.0])
+
+
+def test_the_worked_example_of_the_page() -> None:
+    """`docs/concepts/critic.md`: environment tokens are no steps; what they would be as such."""
+    parameters = {"gamma": 0.9, "lambda": 0.5}
+    values = [0.2, 0.4, 0.5, 0.8]
+    found = advantages(values, [2, 2], [0.0, 1.0], **parameters)
+    np.testing.assert_allclose(found, [0.245275, 0.1895, 0.31, 0.2], atol=1e-12)
+    every = np.array([0.2, 0.4, 0.6, 0.6, 0.5, 0.8])
+    steps = one_by_one(np.array([0.0, 0, 0, 0, 0, 1]), every, 0.9, 0.5)
+    shown = [0.209893, 0.110874, -0.064725, -0.0105, 0.31, 0.2]
+    np.testing.assert_allclose(steps, shown, atol=5e-7)
+    turns = advantages(values, [2, 2], [0.0, 1.0], level="turn", **parameters)
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "critic.md"
+    rows = [row.split("|")[2:-1] for row in page.read_text().splitlines() if row.startswith("| A ")]
+    printed = [[float(cell) for cell in row if cell.strip()] for row in rows]
+    for told, computed in zip(printed, [found, steps, turns], strict=True):
+        np.testing.assert_allclose(told, computed, atol=5e-7)
