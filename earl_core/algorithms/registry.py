@@ -21,7 +21,9 @@ class Registered(BaseModel):
     """Base of everything a :class:`Registry` holds: immutable, unknown and non-finite parameters
     refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, serialize_by_alias=True
+    )
 
 
 T = TypeVar("T", bound=Registered)
