@@ -90,3 +90,19 @@ def test_a_critic_is_warmed_up_alone(runs: Runs) -> None:
     assert second["critic/value_mean"] != 0
     assert second["update/grad_norm"] > SMALLEST_NORM
     assert largest_change(*policies) > SMALLEST_CHANGE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pinned", "stream"])
+def test_a_critic_beside_rollouts_that_run_ahead(mode: str, runs: Runs) -> None:
+    """Each iteration's values are of the critic that the one before has trained."""
+    corrected = "algorithm={advantage: gae, importance_correction: {}}"
+    ahead = [f"schedule={{staleness: 1, mode: {mode}}}", "stages={placement: shared}"]
+    runs.train(corrected, CRITIC[1], *ahead, "iterations=3")
+    lines = runs.metrics()
+    assert [line["critic/value_mean"] == 0 for line in lines] == [True, False, False]
+    assert min(line["critic/grad_norm"] for line in lines) > SMALLEST_NORM
+    assert min(line["update/grad_norm"] for line in lines) > SMALLEST_NORM
+    sealed = runs.executed("sealed")
+    for k in range(1, 3):
+        assert sealed.index((k - 1, "critic")) < sealed.index((k, "value"))
