@@ -22,6 +22,7 @@ from earl_core.deployment.stages import (
     EVALUATION,
     ROWS,
     STAGES,
+    TRAINING,
     WEIGHTS,
     Stage,
     in_wave,
@@ -90,7 +91,7 @@ class StageGraph:
 
     async def _rounds(self) -> None:
         for stages in rounds(taking_part(self.controller.config, self._imitates)):
-            works: list[Work] = [partial(self.run, stage) for stage in stages]
+            works = self._works(stages)
             if self._beside_publish is not None and STAGES["publish"] in stages:
                 works.append(self._beside_publish)
             await self._runner.together(works)
@@ -99,6 +100,18 @@ class StageGraph:
                 self.controller.episodes.begin(new_rows(rows_of(sealed)), sealed["reward"])
             if STAGES["advantage"] in stages:
                 await self._runner.aside(heed, self.controller.run, self.manifests["advantage"])
+
+    def _works(self, stages: Sequence[Stage]) -> list[Work]:
+        """Works that may be done side by side: a round's stages, those in turn whose roles have a
+        model of the learner's, which would take each other's devices."""
+        turns = [stage for stage in stages if stage.role in TRAINING]
+
+        async def in_turn() -> None:
+            for stage in turns:
+                await self.run(stage)
+
+        others: list[Work] = [partial(self.run, stage) for stage in stages if stage not in turns]
+        return [*others, in_turn] if turns else others
 
     async def _until_done(self, work: Work) -> None:
         """Choose a plan and do `work` under it; again as often as a stage is infeasible and there
@@ -164,6 +177,9 @@ class StageGraph:
             for name in sources
         ]
         digests += caution_in_key(stage.name, read.values())
+        if stage.learnt_by and self.iteration:
+            learnt = self.controller.run.manifest(self.iteration - 1, stage.learnt_by)
+            digests.append(learnt.data_digest())
         await self._perform(stage.name, digests, list(read.values()))
 
     async def _run_in_waves(self, stage: Stage) -> None:

@@ -13,7 +13,7 @@ from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
 from earl_core.config import ConfigError
 from earl_core.control.guarding import found_in, guard_metrics, kept_for_return
-from earl_core.control.resume_point import is_updated
+from earl_core.control.resume_point import is_covered
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe
 from earl_core.deployment.plan import DeploymentPlan
@@ -99,7 +99,7 @@ def finish_iteration(
     controller.episodes.settle()
     run.append_metrics(iteration, metrics)
     fault_points.point("stable.before", iteration)
-    if is_updated(run, iteration):
+    if is_covered(run, iteration):
         save_versions(run, iteration)
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)

@@ -20,7 +20,7 @@ from earl_core.comparison.weights import TensorDifference, compare_tensors
 from earl_core.deployment.stages import ROWS, STAGES, stage_of
 from earl_core.dispatch import ManifestError
 from earl_core.pretrained.adapter_directory import policy_in
-from earl_core.run.checkpoints import verify_checkpoint
+from earl_core.run.checkpoints import state_path, verify_checkpoint
 from earl_core.run.episodes import EpisodesDamaged
 from earl_core.system.errors import ConfigError, EarlError
 
@@ -221,7 +221,8 @@ class _Search:
         if None in folders:
             return None
         try:
-            return compare_tensors(*(policy_in(folder) for folder in folders if folder))
+            paths = [policy_in(state_path(folder, stage)) for folder in folders if folder]
+            return compare_tensors(*paths)
         except (OSError, EarlError) as error:
             self._damage[str(error)] = None
             return None

@@ -16,6 +16,7 @@ from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
 from earl_core.config.combinations import (
     check_algorithm,
     check_balance,
+    check_critic,
     check_curriculum,
     check_deal,
     check_drafts,
@@ -24,6 +25,7 @@ from earl_core.config.combinations import (
     check_sizes,
     check_stream,
 )
+from earl_core.config.critic import CriticConfig
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -125,6 +127,9 @@ class RunConfig(Settings):
         description="Advantage estimator, policy loss and KL penalty; by default GRPO with PPO's "
         "clipped loss and no KL penalty.",
     )
+    critic: CriticConfig | None = Field(
+        default=None, description="The critic that an estimator such as gae asks; None: none."
+    )
     update: UpdateConfig = Field(
         default=UpdateConfig(),
         description="Optimizer, precision and batch sizes of the policy update.",
@@ -222,8 +227,8 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
-        rollout, update, problem = self.rollout, self.update, self._needs_zero_advantage
-        if problem and update.zero_advantage == "skip":
+        rollout, update, adapter = self.rollout, self.update, self.model.adapter is not None
+        if (problem := self._needs_zero_advantage) and update.zero_advantage == "skip":
             raise ValueError(
                 f"update.zero_advantage is `skip`, but {problem}, which gives samples without an "
                 "advantage a gradient: set it to `compute`, or leave it out"
@@ -232,14 +237,16 @@ class RunConfig(Settings):
         check_guard(self.guard, self.checkpoint.keep_last)
         charged = any(self.penalty(label).coefficient for label in self.played)
         corrected = check_algorithm(self.algorithm, rollout.group_size, charged)
+        sizes, imitates = (self.iterations, rollout.prompts_per_iteration), bool(self.imitation)
+        check_critic(self.critic, self.algorithm, *sizes, adapter=adapter, imitates=imitates)
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         check_deal(rollout, self.tracking.keep_episodes)
         check_balance(self.algorithm, self.model, rollout)
-        check_drafts(rollout, self.update.deterministic, self.model.adapter is not None)
+        check_drafts(rollout, self.update.deterministic, adapter)
         self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
-            check_stream(rollout, self.imitation is not None)
+            check_stream(rollout, imitates)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages, self, self.schedule.staleness)

@@ -25,7 +25,7 @@ VARIABLE_FIELDS = (
     "update.logits_chunk_tokens",
     "update.offload_optimizer",
 )
-"""Fields that a choice may move. `reference` follows `update`."""
+"""Fields that a choice may move. `reference` and `critic` follow `update`."""
 
 
 class SelectorConfig(Settings):

@@ -44,7 +44,8 @@ def need_of(config: RunConfig) -> Need:
     """
     model, rollout = Path(config.initial_model.path), config.rollout
     positions = read_model_shape(model).max_positions
-    columns = sum((config.needs_reference, config.needs_old_logprobs, config.schedule.streams))
+    further = (config.needs_reference, config.critic is not None, config.needs_old_logprobs)
+    columns = sum((*further, config.schedule.streams))
     tokens = min(rollout.max_model_len or positions, positions)
     episodes = rollout.episodes_per_iteration * rollout.most_waves
     routing = routing_bytes(config)
@@ -69,7 +70,7 @@ def _replayed_bytes(config: RunConfig, replay: ReplayConfig, tokens: int, routin
     """Return the bytes that the run keeps because groups are trained again: what engines have
     sampled, and the new columns of such groups until a checkpoint covers them."""
     size, prompts = config.rollout.group_size, config.rollout.prompts_per_iteration
-    scores = sum((config.needs_reference, config.needs_old_logprobs))
+    scores = sum((config.needs_reference, config.critic is not None, config.needs_old_logprobs))
     sampled = prompts * size * tokens * (_SAMPLED_BYTES + _MORE_BYTES + routing)
     again = replay.groups(prompts) * size * tokens * _MORE_BYTES * (1 + scores)
     return sampled * replay.max_age + again * config.checkpoint.every

@@ -58,7 +58,7 @@ BeforeStep = Callable[[Mapping[str, float]], None]
 
 
 class PolicyLearner:
-    """Trains one causal language model, alone or as one rank of a mesh.
+    """Trains one causal language model, or a critic, alone or as one rank of a mesh.
 
     model: what to load. temperature: that of the rollout; logits are divided by it. iterations,
     seed: of the run. imitation: its first iterations, if they imitate. mesh: the ranks that train
@@ -74,7 +74,7 @@ class PolicyLearner:
         self,
         model: ModelConfig,
         update: UpdateConfig,
-        algorithm: AlgorithmConfig,
+        algorithm: AlgorithmConfig | Algorithm,
         *,
         temperature: float = 1.0,
         iterations: int = 1,
@@ -92,7 +92,7 @@ class PolicyLearner:
             torch.set_num_threads(update.threads)
         self.config, self.temperature = update, temperature
         self.iterations, self.seed = iterations, seed
-        self._algorithm = Algorithm(algorithm)
+        self._algorithm = algorithm if isinstance(algorithm, Algorithm) else Algorithm(algorithm)
         self._imitation = imitation
         self._compiled = compiling(update, mesh.device)
         parallel = load_policy(
@@ -101,6 +101,7 @@ class PolicyLearner:
             mixed=bf16_is_fast(mesh.device) if update.precision == "auto" else update.mixed,
             chunk_tokens=logits_chunk_tokens,
             seed=seed,
+            values=self._algorithm.of_values,
         )
         self.tokenizer = load_tokenizer(model)
         self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
@@ -163,7 +164,7 @@ class PolicyLearner:
         on_progress: Callable[[int, int], None] | None = None,
         out: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray]:
-        """Log-probs of the trained tokens under the weights as they are.
+        """Log-probs (a critic's values) of the trained tokens under the weights as they are.
 
         Returns one float32 [L] per sample of this rank, 0 where the mask is 0: the columns
         `old_logprobs` (of the policy) and `reference_logprobs` (of a frozen one). They are written
@@ -317,8 +318,7 @@ class PolicyLearner:
         self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[int]], count: int
     ) -> Iterator[FedMicrobatch]:
         """Yield the microbatches of the plan, and fillers until there are `count`."""
-        missing = count - len(plan)
-        if missing > 0:
+        if (missing := count - len(plan)) > 0:
             samples = [*samples, FILLER]
             plan = [*plan, *[[len(samples) - 1]] * missing]
         return self._feed.microbatches(samples, plan)
@@ -359,7 +359,8 @@ class PolicyLearner:
                 if balance is not None:
                     fed = replace(fed, tensors=balance.charging(fed.tensors))
                 self.parallel.begin_microbatch(last=number == count)
-                with memory.microbatch("update", iteration, number, count, packed.tokens.size):
+                tokens = packed.tokens.size
+                with memory.microbatch(algorithm.stage, iteration, number, count, tokens):
                     if own and packed.targets.size:
                         self._accumulate(fed, minibatch, algorithm, metrics, compared)
                     elif self._others_wait or not own or balance is not None:

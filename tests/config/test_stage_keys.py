@@ -59,6 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
             ],
         }
     },
+    "critic": {"algorithm": {"advantage": "gae"}, "critic": {"warmup_iterations": 2}},
     "imitation": {"imitation": {"data": "chats.jsonl", "iterations": 4}},
     "layouts": {
         "stages": {
@@ -102,6 +103,7 @@ def keys() -> dict[str, dict[str, str]]:
             for stage in STAGE_SETTINGS
             if stage != "demonstrate" or config.imitation
             if stage != "collect" or config.schedule.streams
+            if stage not in ("value", "critic") or config.critic
         }
         for name, config in configs().items()
     }
