@@ -220,3 +220,16 @@ def check_stream(rollout: RolloutConfig, imitates: bool) -> None:
     for problem, there in problems.items():
         if there:
             raise ValueError(f"schedule.mode `stream` does not go with {problem}")
+
+
+def needs_zero_advantage(algorithm: AlgorithmConfig) -> str:
+    """The setting by which samples without an advantage may have a gradient; empty: none."""
+    if algorithm.kl.placement == "loss":
+        return "algorithm.kl.placement is `loss`"
+    for name in ("entropy_coefficient", "router_aux_loss_coef"):
+        if getattr(algorithm, name):
+            return f"algorithm.{name} is not 0"
+    loss = POLICY_LOSSES.checked(algorithm.policy_loss)
+    if loss is None or loss.zero_without_advantage:
+        return ""
+    return f"algorithm.policy_loss is {algorithm.policy_loss['name']!r}"

@@ -11,7 +11,6 @@ import xxhash
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.algorithms.mismatch import MismatchWatch
-from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
 from earl_core.config.combinations import (
     check_algorithm,
@@ -24,6 +23,7 @@ from earl_core.config.combinations import (
     check_labels,
     check_sizes,
     check_stream,
+    needs_zero_advantage,
 )
 from earl_core.config.critic import CriticConfig
 from earl_core.config.environment import (
@@ -228,7 +228,8 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         rollout, update, adapter = self.rollout, self.update, self.model.adapter is not None
-        if (problem := self._needs_zero_advantage) and update.zero_advantage == "skip":
+        problem = needs_zero_advantage(self.algorithm)
+        if problem and update.zero_advantage == "skip":
             raise ValueError(
                 f"update.zero_advantage is `skip`, but {problem}, which gives samples without an "
                 "advantage a gradient: set it to `compute`, or leave it out"
@@ -381,21 +382,7 @@ class RunConfig(Settings):
     @property
     def skips_zero_advantage(self) -> bool:
         """True when nothing is computed of samples without an advantage."""
-        return self.update.zero_advantage != "compute" and not self._needs_zero_advantage
-
-    @property
-    def _needs_zero_advantage(self) -> str:
-        """The setting by which samples without an advantage may have a gradient; empty: none."""
-        algorithm = self.algorithm
-        if algorithm.kl.placement == "loss":
-            return "algorithm.kl.placement is `loss`"
-        for name in ("entropy_coefficient", "router_aux_loss_coef"):
-            if getattr(algorithm, name):
-                return f"algorithm.{name} is not 0"
-        loss = POLICY_LOSSES.checked(algorithm.policy_loss)
-        if loss is None or loss.zero_without_advantage:
-            return ""
-        return f"algorithm.policy_loss is {algorithm.policy_loss['name']!r}"
+        return self.update.zero_advantage != "compute" and not needs_zero_advantage(self.algorithm)
 
     @property
     def needs_old_logprobs(self) -> bool:

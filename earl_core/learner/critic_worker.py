@@ -19,7 +19,8 @@ from earl_core.config.critic import CriticConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Batch
-from earl_core.learner.data.samples import SCORED, VALUED, by_minibatch, value_samples
+from earl_core.learner.data.samples import SCORED, by_minibatch
+from earl_core.learner.data.value_samples import VALUED, value_samples
 from earl_core.learner.update_worker import LearnerWorker, Rows
 from earl_core.learner.value_regression import ValueRegression
 from earl_core.tensors.collectives import Ranks

@@ -93,8 +93,7 @@ class PolicyLearner:
         self.config, self.temperature = update, temperature
         self.iterations, self.seed = iterations, seed
         self._algorithm = algorithm if isinstance(algorithm, Algorithm) else Algorithm(algorithm)
-        self._imitation = imitation
-        self._compiled = compiling(update, mesh.device)
+        self._imitation, self._compiled = imitation, compiling(update, mesh.device)
         parallel = load_policy(
             model,
             mesh,

@@ -119,6 +119,16 @@ def best_checkpoint(run_directory: Path, gates: Sequence[str]) -> int:
     )
 
 
+def best_to_keep(
+    run_directory: Path, evaluations: Sequence[Manifest], gates: Sequence[str]
+) -> int | None:
+    """The whole checkpoint that was evaluated best, None without one. gates: as of
+    `gated_returns`; none counts while the first policy's evaluation, which may be put back, lacks.
+    """
+    known = () if unmeasured_gates(evaluations, gates) else gates
+    return best_evaluated(run_directory, gated_returns(evaluations, known))
+
+
 @contextmanager
 def holding_checkpoint(marker: Path) -> Iterator[None]:
     """Keep a checkpoint from being pruned, by any process, while it is read. marker: its STABLE

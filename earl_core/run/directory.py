@@ -42,11 +42,11 @@ from earl_core.run.branches import Branches
 from earl_core.run.checkpoints import (
     MARKER,
     best_evaluated,
+    best_to_keep,
     gated_returns,
     remove_checkpoint,
     remove_leftovers,
     stable_checkpoints,
-    unmeasured_gates,
 )
 from earl_core.run.group_journal import GroupJournal
 from earl_core.run.known_numbers import KnownNumbers
@@ -304,10 +304,7 @@ class RunDirectory:
         that are still to be evaluated, unfinished ones, and those of the iterations `also`. One
         that is held (`holding_checkpoint`) goes at the next pruning."""
         stable = self.stable_iterations()
-        evaluations, gates = self.evaluations(), self.config.gates
-        # The first policy's evaluation may be put back.
-        known = () if unmeasured_gates(evaluations, gates) else gates
-        best = best_evaluated(self.path, gated_returns(evaluations, known))
+        best = best_to_keep(self.path, self.evaluations(), self.config.gates)
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, best)
         kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
         for iteration in stable:

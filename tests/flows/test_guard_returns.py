@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from earl_core.run.episodes import read_episodes
+from earl_core.run.kept_episodes import read_episodes
 from earl_core.run.record import read_record
 from flows.cli.runs import summarize
 from flows.cli.status import run_states

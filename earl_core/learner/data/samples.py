@@ -54,9 +54,6 @@ TRAINED = (
 """Columns of a sample that is trained on; the reference's only where there is one,
 the routing where it was recorded."""
 
-VALUED = (*SCORED, ROLE, "advantages", "values")
-"""Columns of a sample that a critic is trained on."""
-
 LABEL = "environment"
 """Column of the environment's label, read where environments differ."""
 
@@ -250,29 +247,6 @@ def training_samples(
         )
         for row in range(len(batch))
     ]
-
-
-def value_samples(batch: Batch, in_turns: bool) -> list[TrainingSample]:
-    """One for each row as `training_samples` makes them, whose trained tokens are time steps.
-
-    in_turns: they are turns: the first trained token of each stands for it.
-    """
-    samples = training_samples(batch, [None] * len(batch))
-    if not in_turns:
-        return samples
-    return [
-        replace(sample, loss_mask=_first_of_turns(sample.loss_mask, batch.row("turn_starts", row)))
-        for row, sample in enumerate(samples)
-    ]
-
-
-def _first_of_turns(mask: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The mask of the first trained token of each turn. starts: of the turns."""
-    trained = np.flatnonzero(mask)
-    _, first = np.unique(np.searchsorted(starts, trained, side="right"), return_index=True)
-    found = np.zeros_like(mask)
-    found[trained[first]] = 1
-    return found
 
 
 def recorded_routing(batch: Batch, experts: RoutingShape | None) -> list[RecordedRouting | None]:
