@@ -63,7 +63,7 @@ def branches(runs: Runs, name: str = "run") -> list[dict[str, Any]]:
 
 def prompts(runs: Runs, iteration: int, name: str = "run") -> set[int]:
     path = runs.run(name) / "iterations" / f"{iteration:06d}" / "episodes.parquet"
-    return {each["prompt_id"] for each in read_episodes(path)}
+    return {each["prompt_id"] for each in read_episodes(path, None)}
 
 
 def weights(runs: Runs, name: str = "run") -> list[str]:

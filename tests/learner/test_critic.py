@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_core.learner.data.samples import _first_of_turns
+from earl_core.learner.data.value_samples import first_of_turns
 from earl_core.learner.lm_head import ValueHead, head_of
 from earl_core.learner.parallel_model import build_shell
 from earl_core.learner.value_regression import ValueRegression
@@ -20,9 +20,9 @@ from tests.learner.test_policy_learner import make_learner
 def test_a_turn_is_its_first_trained_token() -> None:
     mask = np.array([0, 0, 1, 1, 0, 0, 1, 0, 1, 0], np.uint8)
     # The second turn has no trained token; the third begins with one that is not.
-    found = _first_of_turns(mask, np.array([0, 4, 5, 8], np.int32))
+    found = first_of_turns(mask, np.array([0, 4, 5, 8], np.int32))
     assert found.tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 1, 0]
-    assert not _first_of_turns(np.zeros(4, np.uint8), np.array([0, 2])).any()
+    assert not first_of_turns(np.zeros(4, np.uint8), np.array([0, 2])).any()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

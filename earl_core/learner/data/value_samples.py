@@ -24,12 +24,12 @@ def value_samples(batch: Batch, in_turns: bool) -> list[TrainingSample]:
     if not in_turns:
         return samples
     return [
-        replace(sample, loss_mask=_first_of_turns(sample.loss_mask, batch.row("turn_starts", row)))
+        replace(sample, loss_mask=first_of_turns(sample.loss_mask, batch.row("turn_starts", row)))
         for row, sample in enumerate(samples)
     ]
 
 
-def _first_of_turns(mask: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def first_of_turns(mask: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """The mask of the first trained token of each turn. starts: of the turns."""
     trained = np.flatnonzero(mask)
     _, first = np.unique(np.searchsorted(starts, trained, side="right"), return_index=True)
