@@ -159,6 +159,16 @@ def test_how_long_scores_are_waited_for_is_in_no_key() -> None:
     assert keys(mine)["reward"] != keys(length)["reward"]
 
 
+def test_who_only_looks_is_in_no_key() -> None:
+    def keys(**given: str) -> dict[str, str]:
+        config = parse_config(BASE | given)
+        return {stage: stage_key(config, "uid", 0, stage, []) for stage in STAGE_SETTINGS}
+
+    assert keys(guard="off") == keys(guard="warn") == keys()
+    acts = keys(guard="act")
+    assert [name for name in acts if acts[name] != keys()[name]] == ["advantage"]
+
+
 def test_an_adapter_is_part_of_what_is_played_and_trained(tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.mkdir()

@@ -32,9 +32,11 @@ def learning(
     tail = random.choice([0.0, 0.1, 0.3])
     if level is not None:
         high, tail = level, 0.0
-    lines = []
+    lines, wander = [], 0.0
     for k in range(iterations):
-        chance = low + (high - low) / (1 + math.exp((middle - k) / width))
+        # A policy is better and worse for a while.
+        wander = 0.9 * wander + random.normal(0, 0.02)
+        chance = low + (high - low) / (1 + math.exp((middle - k) / width)) + wander
         # Prompts differ in how hard they are.
         of_group = np.clip(chance + random.normal(0, 0.2, (GROUPS, 1)), 0, 1)
         rewards = np.where(random.random((GROUPS, SIZE)) < of_group, 1.0, -1.0)
