@@ -49,7 +49,7 @@ def main() -> None:
             f"{arm}: {when} return {mean:.3f}, the mean of "
             f"{len(found)} seeds; their 95 % intervals reach from {low:.3f} to {high:.3f}."
         )
-    explained = [row["explained variance, last"] for row in report.rows]
+    explained = [row[f"explained variance, last {given.window}"] for row in report.rows]
     numbers = [each for each in explained if isinstance(each, float)]
     if numbers:
         report.headline["explained_variance_most"] = max(numbers)
