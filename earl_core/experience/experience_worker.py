@@ -64,18 +64,16 @@ class ExperienceWorker(RunWorker):
         probe: Places | None = None,
     ) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
-        `roles`, dumped `RoleMoments`;
-        for a curriculum `returns`, a dumped `GroupReturns` of each environment, and `rows`, as
-        `row_results`; `groups`, dumped
-        `JudgedGroups`, where groups that score alike leave the batch; `guard`, a dumped `Seen` of
-        each source, where there are `bounds`; `probe`, a dumped `Asked` in the first rank.
+        `roles`, dumped `RoleMoments`; for a curriculum `returns`, a dumped `GroupReturns` of each
+        environment, and `rows`, as `row_results`; `groups`, dumped `JudgedGroups`, where groups
+        that score alike leave the batch; `guard`, a dumped `Seen` of each source, where there are
+        `bounds`; `probe`, a dumped `Asked` in the first rank.
 
         shards_of: the name that the shards begin with. before: episodes that the iteration has
         scored already, among which failures count. scored: references to rewards of earlier
         iterations, whose scores groups that are trained again keep; what functions could not score
         in its own iteration is not asked for again. bounds: of what sources can give; None: nobody
-        looks. probe: what functions score again. Raises as `Scorer.score` does.
-        """
+        looks. probe: what functions score again. Raises as `Scorer.score` does."""
         started, settings = time.perf_counter(), self._config.reward
         given, tally, scores = None, ScoreTally(), Scores()
         rollout = self._manifests(manifests)[0]
@@ -102,9 +100,7 @@ class ExperienceWorker(RunWorker):
             of_rows = row_results(batch, rows, self._config.row_curricula, old)
             without = {g: each for g, each in group_rewards(batch, rows).items() if g not in old}
             of_roles = RoleMoments.of(role_returns(batch, rows, old) or {"": without})
-            seen = {}
-            if bounds is not None:
-                seen = seen_rewards(batch, given, scores.invalid, bounds, old)
+            seen = {} if bounds is None else seen_rewards(batch, given, scores.invalid, bounds, old)
             groups: dict[str, Any] = {}
             if self._config.rollout.filters_groups:
                 every = role_returns(batch, rows).values() or [group_rewards(batch, rows)]
@@ -117,11 +113,15 @@ class ExperienceWorker(RunWorker):
         scores_and_roles = {"scores": dumped, "roles": of_roles.model_dump(mode="json")}
         learnt_of = {"returns": returns, "rows": of_rows, "groups": groups}
         told = {SEEN: {source: each.model_dump(mode="json") for source, each in seen.items()}}
-        if probe and self._context.rank == 0:
-            probed = probed_episodes(self._run_directory, probe)
-            answers = await self._unless_cancelled(self._scorer.ask_again(probed))
-            told[PROBE] = answers.model_dump(mode="json")
-        return {**result, **scores_and_roles, **learnt_of, **told}
+        return {**result, **scores_and_roles, **learnt_of, **told, **await self._asked(probe)}
+
+    async def _asked(self, probe: Places | None) -> dict[str, Any]:
+        """What functions answer to the probe, in the first rank."""
+        if not probe or self._context.rank:
+            return {}
+        probed = probed_episodes(self._run_directory, probe)
+        answers = await self._unless_cancelled(self._scorer.ask_again(probed))
+        return {PROBE: answers.model_dump(mode="json")}
 
     def _known_scores(
         self, rollout: Manifest, scored: Sequence[dict[str, Any]]

@@ -6,8 +6,8 @@ comes after). An iteration in progress sees the update of the last one that has 
 
 Thresholds stand here, each with its reason. They are set so that a clean run has less than one
 chance in a thousand of a false finding: a test of an iteration may be wrong with p < 1e-6, for 20
-runs of 300 iterations are 6000 tests of each kind. Five standard errors are 3e-7 for normal noise;
-the error is the larger one of two estimates, which leaves room for tails.
+runs of 300 iterations are 6000 tests of each kind. Six standard errors are 1e-9 for normal noise,
+and leave room for tails, and for policies that are better and worse for a while.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REMEMBERED = 36
 """Iterations after which a level that stays is the usual one."""
 RECENT = 3
 """Iterations that may pass until a shift is found: so many are averaged at most."""
-SIGMAS = 5.0
+SIGMAS = 6.0
 """Standard errors of a shift of the mean; see above."""
 FALL, FALL_RANGE = 0.35, 0.1
 """Parts of the standard deviation of episodes and of their range that a fall has at least: smaller
@@ -175,8 +175,11 @@ def _noise(lines: Sequence[Numbers], name: str, before: Sequence[float]) -> floa
     steps = [b - a for a, b in itertools.pairwise(before)]
     middle = statistics.median(steps)
     spread = 1.4826 * statistics.median(abs(step - middle) for step in steps) / math.sqrt(2)
-    group = _range(lines, name) / (2 * max(1.0, _usual_number(lines, name, "groups")))
-    return max(statistics.median(told), spread, group, 1e-9)
+    return max(statistics.median(told), spread, _half_a_group(lines, name), 1e-9)
+
+
+def _half_a_group(lines: Sequence[Numbers], name: str) -> float:
+    return _range(lines, name) / (2 * max(1.0, _usual_number(lines, name, "groups")))
 
 
 def reward_constant(history: Sequence[Numbers], now: Numbers, settings: Settings) -> list[Finding]:
@@ -198,6 +201,8 @@ def reward_constant(history: Sequence[Numbers], now: Numbers, settings: Settings
             (line[f"{name}/std"] / line[f"{name}/error"]) ** 2 if line[f"{name}/error"] else 0.0
             for line in recent
         )
+        # Episodes of a group share a prompt.
+        worth = min(worth, 2 * _usual_number(recent, name, "groups"))
         if rare and -worth * math.log1p(-rare) > LESS_LIKELY:
             text = (
                 f"all rewards of {source} are {now[f'{name}/mean']:.4g}, after a standard "
@@ -233,7 +238,7 @@ def _fall(lines: Sequence[Numbers], source: str) -> _Fall | None:
     ends = range(BEST, len(means.values) - RECENT + 1)
     best, end = max((statistics.fmean(means.values[end - BEST : end]), end) for end in ends)
     steps = [b - a for a, b in itertools.pairwise(means.values)]
-    noise = statistics.median(map(abs, steps)) / 0.954
+    noise = max(statistics.median(map(abs, steps)) / 0.954, _half_a_group(lines, name))
     error = noise * math.sqrt(1 / RECENT + 1 / BEST)
     if best - last > max(RETURN_SIGMAS * error, DEEP * _least_fall(lines, name)):
         near = best - (best - last) / 4
