@@ -43,8 +43,8 @@ def test_colocated_stages_use_all_devices_in_turn() -> None:
     assert COLOCATED.place(mesh, 0, EIGHT) == Assignment((), (0, 1, 2, 3))
     engine = StageDeployment("rollout", threads=3)
     assert COLOCATED.place(engine, 0, EIGHT) == Assignment((), (0,))
-    assert COLOCATED.gives_way("rollout") == ("reference", "update")
-    assert COLOCATED.gives_way("update") == ("rollout", "reference")
+    assert COLOCATED.gives_way("rollout") == ("reference", "update", "critic")
+    assert COLOCATED.gives_way("update") == ("rollout", "reference", "critic")
     assert COLOCATED.gives_way("experience") == ()
 
 
