@@ -6,9 +6,11 @@ from typing import Any
 
 from earl_core.algorithms.moments import merge_statistics
 from earl_core.cluster.rpc import merge_results
+from earl_core.control.guarding import diagnose
 from earl_core.control.stage_execution import without_step
 from earl_core.deployment.stages import rows_of
 from earl_core.experience.advantage import ADVANTAGE_RULES
+from earl_core.guard.decision import GUARD
 from earl_core.run.replay import replayed_groups
 from tasks.stage import StageInputs, stage_task
 
@@ -17,6 +19,7 @@ from tasks.stage import StageInputs, stage_task
 def advantage(given: StageInputs) -> dict[str, Any]:
     """Compare episodes; with KL in the reward, charge each token for leaving the reference."""
     controller = given.controller
+    decision = diagnose(controller, given.iteration, given.manifests)
 
     def in_every_rank(method: str, **arguments: Any) -> list[dict[str, Any]]:
         return controller.groups.call(
@@ -26,6 +29,7 @@ def advantage(given: StageInputs) -> dict[str, Any]:
             given.iteration,
             stage="advantage",
             manifests=given.references,
+            quarantined=list(decision.quarantined),
             **arguments,
         )
 
@@ -46,7 +50,8 @@ def advantage(given: StageInputs) -> dict[str, Any]:
         # Groups that two episodes have rewards of were judged, whether they are trained on or not.
         prompts, groups = played["prompts"], played["groups_different"] + alike
     metrics = with_failures(result["metrics"], failed, prompts, groups)
-    return {**result, "metrics": metrics}
+    guard = {} if controller.config.guard == "off" else {GUARD: decision.model_dump(mode="json")}
+    return {**result, "metrics": metrics, "outputs": guard}
 
 
 def with_failures(

@@ -11,6 +11,7 @@ from typing import Any
 
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
+from earl_core.control.guarding import guard_metrics, kept_for_return
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe
@@ -54,7 +55,7 @@ def collect_metrics(controller: RunController, manifests: dict[str, Manifest]) -
         # How much a crash of the machine would cost right now.
         metrics["dispatch/spill_lag_bytes"] = float(controller.run.spill.lag_bytes)
         metrics["dispatch/spilled_bytes"] = float(controller.run.spill.spilled_bytes)
-    return metrics | _choice_metrics(controller, manifests)
+    return metrics | guard_metrics(manifests) | _choice_metrics(controller, manifests)
 
 
 def _stage_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
@@ -99,7 +100,7 @@ def finish_iteration(
         save_versions(run, iteration)
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)
-        run.prune_checkpoints()
+        run.prune_checkpoints(kept_for_return(controller, iteration, manifests.get("advantage")))
         prune_versions(run, run.stable_iterations())
     controller.finish_iteration(iteration)
     controller.tracker.changed()

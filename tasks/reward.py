@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from earl_core.control.guard_probe import probed_functions
+from earl_core.control.guarding import bounds_of
 from earl_core.control.prompt_waves import divided, rank_results, whole_reward
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import key_of
@@ -36,6 +38,8 @@ def reward(given: StageInputs) -> dict[str, Any]:
         shards_of=given.name,
         before=round(sum(each.metrics["episodes"] for each in rollouts if each is not played)),
         scored=_scored_before(controller, played),
+        bounds=bounds_of(controller, given.iteration),
+        probe=probed_functions(controller, given.iteration) if given.wave < 2 else {},
     )
     merged = merge_rewards(results, config, rank_results(rewards))
     if given.wave:

@@ -30,6 +30,7 @@ from earl_core.config.environment import (
     MixedEnvironment,
     RowCurriculumConfig,
 )
+from earl_core.config.guard import Guard, check_guard
 from earl_core.config.imitation import ImitationConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.refusal import check_no_secrets
@@ -148,6 +149,11 @@ class RunConfig(Settings):
         default=CheckpointConfig(),
         description="Intervals of checkpoints, and the number that is kept.",
     )
+    guard: Guard = Field(
+        default="warn",
+        description="Consequence of poisoned rewards and a collapse. off: nobody looks. warn: each "
+        "finding is told. act: episodes are left out, the run becomes cautious, then goes back.",
+    )
     dispatch: DispatchConfig = Field(
         default=DispatchConfig(), description="Shared memory for the data that stages pass on."
     )
@@ -224,6 +230,7 @@ class RunConfig(Settings):
                 "advantage a gradient: set it to `compute`, or leave it out"
             )
         check_sizes(rollout, update)
+        check_guard(self.guard, self.checkpoint.keep_last)
         charged = any(self.penalty(label).coefficient for label in self.played)
         corrected = check_algorithm(self.algorithm, rollout.group_size, charged)
         weights = {label: self.own_weight(label) for label in self.played}

@@ -51,6 +51,7 @@ _LATER = {
     "algorithm.importance_correction.low": 0.0,
     "algorithm.importance_correction.outside": "cut",
     "algorithm.importance_correction.anchor": "recompute",
+    "guard": "warn",
 }
 """Settings that are in no key while they have their default: keys of runs that were begun before
 the setting existed stay as they are."""
@@ -86,6 +87,9 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         del suite["gate"], suite["curriculum"]
     if functions := whole.get("reward", {}).get("functions"):
         whole["reward"]["functions"] = _asked(functions, stage)
+    if whole.get("guard") == "off":
+        # Whoever looks on changes nothing.
+        whole["guard"] = "warn"
     # An address decides nothing that is played.
     whole.get("rollout", {}).pop("gateway", None)
     if (stages := whole.get("stages", {})).get("placement", "") is None:
@@ -137,8 +141,8 @@ _ADAPTER = "model.adapter"
 
 
 def look_up(mapping: dict[str, Any], dotted: str) -> Any:
-    """The setting of this dotted name."""
+    """The setting of this dotted name; all of them of the empty one."""
     value: Any = mapping
-    for part in dotted.split("."):
+    for part in filter(None, dotted.split(".")):
         value = value[part]
     return value

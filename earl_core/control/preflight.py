@@ -29,6 +29,7 @@ from earl_core.control.teachers import Teachers, check_teachers, reference_shape
 from earl_core.control.worker_groups import WorkerGroups, preload_ranks
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
+from earl_core.guard.seen import Bounds, environment_source, function_source
 from earl_core.pretrained.adapter_checks import check_first_pairs
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
@@ -43,7 +44,7 @@ Result = TypeVar("Result")
 class Preflight(NamedTuple):
     """The findings of a start. hardware: the part that all hosts have alike, before anything is
     measured. model: None where it has yet to be made. prompt_counts: as of
-    `environments.hosting.check.Found`."""
+    `environments.hosting.check.Found`. ranges: declared ones of sources of rewards, by name."""
 
     hosts: Sequence[Host]
     hardware: Hardware
@@ -51,6 +52,7 @@ class Preflight(NamedTuple):
     precision: Resolved
     policy: Settled
     prompt_counts: Mapping[str, int]
+    ranges: Mapping[str, Bounds]
 
 
 def preflight(
@@ -83,13 +85,13 @@ def preflight(
         check_teachers(config, Path(begins.model.path), teachers)
     else:
         check_devices(config, hardware)
-    counts = surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
+    counts, ranges = surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
     precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
     references = () if model is None else reference_shapes(begins, teachers)
     policy = settled(precision.config, hardware, model, references, hosts)
     if model is not None and (text := routing_warning(policy.config, model)):
         logger.warning("%s", text)
-    return Preflight(hosts, hardware, model, precision, policy, counts)
+    return Preflight(hosts, hardware, model, precision, policy, counts, ranges)
 
 
 def warn_of_turns(config: RunConfig) -> None:
@@ -145,7 +147,9 @@ def surely(
         tried += 1
 
 
-def _check_environments(config: RunConfig, hardware: Hardware) -> dict[str, int]:
+def _check_environments(
+    config: RunConfig, hardware: Hardware
+) -> tuple[dict[str, int], dict[str, Bounds]]:
     logs = Path(tempfile.mkdtemp(prefix="earl-environment-"))
     groups = WorkerGroups(config, logs, logs, hardware)
     told = True
@@ -153,8 +157,9 @@ def _check_environments(config: RunConfig, hardware: Hardware) -> dict[str, int]
         (found,) = groups.call(StageDeployment("environment"), "environment", "check", 0)
         for note in found["notes"]:
             logger.warning("%s", note)
-        counts: dict[str, int] = found["prompt_counts"]
-        return counts
+        ranges = {environment_source(label): each for label, each in found["returns"].items()}
+        ranges |= {function_source(title): each for title, each in found["scores"].items()}
+        return found["prompt_counts"], {name: (low, high) for name, (low, high) in ranges.items()}
     except WorkerError as error:
         told = error.expected
         raise

@@ -24,6 +24,7 @@ from earl_core.experience.alike_groups import (
     next_wave,
 )
 from earl_core.experience.group_returns import GroupReturns
+from earl_core.experience.probe import of_probe
 from earl_core.experience.reward import merge_rewards
 from earl_core.rollout import rollout_stats
 from earl_core.rollout.mixture import Cursor, Place, learn
@@ -186,6 +187,7 @@ def whole_rollout(config: RunConfig, sealed: Sequence[Manifest]) -> dict[str, An
     }
     if tally.failures:
         outputs["failures"] = tally.failures
+    outputs |= of_probe(each.outputs for each in rollouts)
     shards = [entry for each in rollouts for entry in each.shards]
     return {"shards": shards, "outputs": outputs, "metrics": metrics}
 

@@ -15,10 +15,12 @@ from earl_core.config import RunConfig
 from earl_core.config.environment import SuiteConfig
 from earl_core.control.dealing import Deal, contiguous, deal_by_length
 from earl_core.control.engine_jobs import Job, Played, Share, run
+from earl_core.control.guard_probe import probed_environments
 from earl_core.control.prompt_waves import Wave
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.dispatch import Manifest
+from earl_core.experience.probe import of_probe
 from earl_core.rollout import rollout_stats
 from earl_core.rollout.mixture import Draw, draw
 from earl_core.rollout.pass_rates import suite_results
@@ -49,8 +51,11 @@ def play_rollout(
             "share": share.number,
             "of_prompts": wave.before + wave.prompts,
             "shards_of": stage,
+            "probe": probe if share.number == 0 else {},
         }
 
+    # An iteration asks once, whatever it plays in waves.
+    probe = {} if wave.before else probed_environments(controller, iteration)
     dealt = deal_of(controller, iteration, prompts, deployment.replicas)
     sent = arguments, weights.outputs["weights"]
     job = Job(stage, iteration, "rollout", wave.prompts, *sent, dealt)
@@ -61,7 +66,7 @@ def play_rollout(
     rollout_stats.check_failures(together, config.rollout.max_failed_share)
     return {
         "shards": [entry for played in done for entry in played.result["shards"]],
-        "outputs": wave.outputs(cursor),
+        "outputs": wave.outputs(cursor) | of_probe(played.result for played in done),
         "metrics": {
             **rollout_stats.rollout_metrics(tally),
             **engines.metrics(),

@@ -141,6 +141,7 @@ class RunController:
         self.followed: DeploymentPlan | None = None
         self.turns = EngineTurns()
         self.rows = RowDraws(run, found.prompt_counts)
+        self.ranges = found.ranges
         self.stream = GroupStream(run, self.groups, self.listener, self.rows)
         self.stop_requested = self.groups.stop_requested
         # Whoever handles a signal finds it while its first workers start, too.

@@ -249,7 +249,7 @@ STAGES: Mapping[str, Stage] = {
             "advantage",
             "experience",
             reads=("rollout", "collect", "reward", "reference"),
-            settings=("algorithm.advantage", "algorithm.kl", "environments.kl"),
+            settings=("algorithm.advantage", "algorithm.kl", "environments.kl", "guard"),
             imitates=False,
         ),
         Stage(

@@ -101,6 +101,9 @@ class Environment(Protocol):
     answers that nobody is trained on, such as an opponent's moves; its episodes cannot be replayed
     then. It is None where there is no policy: in `earl env check`, and while a small model is made.
 
+    An object may set `return_range = (least, greatest)`, where the rewards of an episode sum up to:
+    what lies outside is told (`guard`).
+
     An object whose prompts are rows sets `prompt_count`, the number of them: prompts come again
     after so many, and `environment.curriculum` may choose among them.
 

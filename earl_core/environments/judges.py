@@ -65,6 +65,8 @@ class Judge:
             raise ConfigError(f"scale is {list(scale)}: write [least, greatest]")
         self._low, self._high = scale
 
+    reward_range = (0.0, 1.0)
+
     def __call__(self, episode: Mapping[str, Any]) -> float:
         """The score, between 0 and 1. Raises `JudgeFailed`."""
         content = _FIELD.sub(lambda found: _field(episode, found[1]), self._prompt)

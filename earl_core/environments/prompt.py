@@ -66,6 +66,7 @@ class PromptEnvironment:
     def __init__(self, options: PromptOptions) -> None:
         self.options = options
         self._reward = RowReward(options.reward_function)
+        self.return_range = getattr(self._reward.function, "reward_range", None)
         rule = ANSWER_RULES.get(self._reward.function)
         self._form = RowForm(options.format, options.prompt_column, options.answer_column)
         rules = RowRules(self._form, rule, options.scoring_columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -27,6 +28,14 @@ def real_number(value: Any) -> float:
     except (OverflowError, ValueError):
         # A signalling NaN of Decimal is a ValueError.
         return math.inf if isinstance(value, Real) else math.nan
+
+
+_NO_NUMBER = re.compile(r"must (be|return) a finite number")
+
+
+def is_no_number(failure: str) -> bool:
+    """Tell whether what a failed call says is that its number was NaN, infinite or too large."""
+    return _NO_NUMBER.search(failure) is not None
 
 
 def checked_number(what: str, value: Any) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast, get_origin, get_type_hints
 
 from earl_core.environments.agent import PREFIX, AgentEnvironment
-from earl_core.environments.base import Environment
+from earl_core.environments.base import LARGEST_NUMBER, Environment
 from earl_core.environments.options import parse_options
+from earl_core.environments.real_numbers import real_number
 from earl_core.environments.rewards.reward_functions import NAME, RewardFunctions
 from earl_core.environments.tools.episode_tools import HostTools
 from earl_core.environments.tools.functions import load_tool
@@ -57,6 +59,33 @@ def prompt_count(made: object) -> int:
     count = getattr(made, "prompt_count", 0)
     known = not isinstance(count, bool) and hasattr(count, "__index__")
     return int(count) if known and 0 <= int(count) <= MOST_PROMPTS else 0
+
+
+def declared_ranges(made: object, name: str) -> dict[str, list[float]]:
+    """What is declared of rewards: [least, greatest] return of an environment's episode, under the
+    empty name; of reward functions by their labels. Raises ConfigError."""
+    given: dict[str, Any] = {"": getattr(made, "return_range", None)}
+    if isinstance(made, RewardFunctions):
+        given = made.reward_ranges
+    return {
+        label: _range_of(value, f"{name} {label}".rstrip())
+        for label, value in given.items()
+        if value is not None
+    }
+
+
+def _range_of(value: Any, what: str) -> list[float]:
+    try:
+        low, high = map(real_number, value)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not low < high:
+        raise ConfigError(
+            f"{what} declares its rewards to be in {value!r:.200}",
+            remedy="write the least and the greatest, such as (0.0, 1.0)",
+        )
+    # The wire takes no infinity.
+    return [max(low, -LARGEST_NUMBER), min(high, LARGEST_NUMBER)]
 
 
 _FORWARDING = ("__getattr__", "__getattribute__")

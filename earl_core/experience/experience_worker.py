@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,13 @@ from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
 from earl_core.experience.alike_groups import JudgedGroups, left_out_rows
 from earl_core.experience.group_returns import group_returns, group_rewards
+from earl_core.experience.probe import PROBE, Places, probed_episodes
 from earl_core.experience.reward import ScoreTally, reward_rows
 from earl_core.experience.roles import RoleMoments, role_returns
 from earl_core.experience.row_results import row_results
-from earl_core.experience.scoring import Scorer, scored_episodes
+from earl_core.experience.scoring import Scorer, Scores, scored_episodes
+from earl_core.experience.seen_rewards import seen_rewards
+from earl_core.guard.seen import SEEN, Bounds
 from earl_core.run.replay import new_rows, replayed_groups
 from earl_core.run.worker import RunWorker
 from earl_core.system import fault_points
@@ -56,20 +59,24 @@ class ExperienceWorker(RunWorker):
         shards_of: str = "reward",
         before: int = 0,
         scored: Sequence[dict[str, Any]] = (),
+        bounds: Mapping[str, Bounds] | None = None,
+        probe: Places | None = None,
     ) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
         `roles`, dumped `RoleMoments`;
         for a curriculum `returns`, a dumped `GroupReturns` of each environment, and `rows`, as
         `row_results`; `groups`, dumped
-        `JudgedGroups`, where groups that score alike leave the batch.
+        `JudgedGroups`, where groups that score alike leave the batch; `guard`, a dumped `Seen` of
+        each source, where there are `bounds`; `probe`, a dumped `Asked` in the first rank.
 
         shards_of: the name that the shards begin with. before: episodes that the iteration has
         scored already, among which failures count. scored: references to rewards of earlier
         iterations, whose scores groups that are trained again keep; what functions could not score
-        in its own iteration is not asked for again. Raises as `Scorer.score` does.
+        in its own iteration is not asked for again. bounds: of what sources can give; None: nobody
+        looks. probe: what functions score again. Raises as `Scorer.score` does.
         """
         started, settings = time.perf_counter(), self._config.reward
-        given, tally = None, ScoreTally()
+        given, tally, scores = None, ScoreTally(), Scores()
         rollout = self._manifests(manifests)[0]
         new = np.unique(sample_ids(new_rows(rollout)) >> SAMPLE_BITS)
         with self._open(manifests) as batch:
@@ -94,6 +101,9 @@ class ExperienceWorker(RunWorker):
             of_rows = row_results(batch, rows, self._config.row_curricula, old)
             without = {g: each for g, each in group_rewards(batch, rows).items() if g not in old}
             of_roles = RoleMoments.of(role_returns(batch, rows, old) or {"": without})
+            seen = {}
+            if bounds is not None:
+                seen = seen_rewards(batch, given, scores.invalid, bounds, old)
             groups: dict[str, Any] = {}
             if self._config.rollout.filters_groups:
                 every = role_returns(batch, rows).values() or [group_rewards(batch, rows)]
@@ -105,7 +115,12 @@ class ExperienceWorker(RunWorker):
         dumped = tally.model_dump(mode="json")
         scores_and_roles = {"scores": dumped, "roles": of_roles.model_dump(mode="json")}
         learnt_of = {"returns": returns, "rows": of_rows, "groups": groups}
-        return {**result, **scores_and_roles, **learnt_of}
+        told = {SEEN: {source: each.model_dump(mode="json") for source, each in seen.items()}}
+        if probe and self._context.rank == 0:
+            probed = probed_episodes(self._run_directory, probe)
+            answers = await self._unless_cancelled(self._scorer.ask_again(probed))
+            told[PROBE] = answers.model_dump(mode="json")
+        return {**result, **scores_and_roles, **learnt_of, **told}
 
     def _known_scores(
         self, rollout: Manifest, scored: Sequence[dict[str, Any]]
@@ -135,20 +150,25 @@ class ExperienceWorker(RunWorker):
         """The KL coefficient of an environment's episodes in this iteration."""
         return self._config.penalty(label).at(self._context.iteration or 0)
 
-    def advantage_statistics(self, manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    def advantage_statistics(
+        self, manifests: list[dict[str, Any]], quarantined: Sequence[int] = ()
+    ) -> dict[str, Any]:
         """Compute the statistics of this rank's episodes that `advantage` needs in every rank;
-        manifests as there."""
+        arguments as there."""
         algorithm = self._config.algorithm
-        with self._open(manifests) as batch:
+        with self._open(manifests, quarantined) as batch:
             return advantage_statistics(batch, algorithm, self._coefficient).model_dump()
 
     def advantage(
-        self, manifests: list[dict[str, Any]], statistics: dict[str, Any]
+        self,
+        manifests: list[dict[str, Any]],
+        statistics: dict[str, Any],
+        quarantined: Sequence[int] = (),
     ) -> dict[str, Any]:
         """Advantages from the rollout's, the reward's and, if given, the reference's manifest.
-        statistics: those of all ranks, merged."""
+        statistics: those of all ranks, merged. quarantined: ids of episodes that have left."""
         started = time.perf_counter()
-        with self._open(manifests) as batch:
+        with self._open(manifests, quarantined) as batch:
             if not len(batch):
                 return self._result([], {}, 0, started)
             rows, metrics, tokens = advantage_rows(
@@ -170,7 +190,7 @@ class ExperienceWorker(RunWorker):
         fault_points.point(f"{stage}.written", iteration)
         return entry
 
-    def _open(self, manifests: list[dict[str, Any]]) -> Batch:
+    def _open(self, manifests: list[dict[str, Any]], quarantined: Sequence[int] = ()) -> Batch:
         """The rank's own rows; `manifests` begin with the rollout's.
 
         An episode is whole on one rank, and so is a group where an estimator or the curriculum
@@ -191,8 +211,9 @@ class ExperienceWorker(RunWorker):
         layout = Layout(data_parallel=ranks, hosts=self._hosts, keep_groups=True)
         plan = plan_rows(join(parsed[:1], rows=rows), layout, groups=units)
         for rewards in (manifest for manifest in parsed if manifest.stage == "reward"):
-            # Others could not be scored.
+            # Others could not be scored, or are not to be believed.
             kept = np.isin(plan.sources.rows, sample_ids(rewards))
+            kept &= ~np.isin(plan.sources.rows >> SAMPLE_BITS, quarantined)
             sources = plan.sources.take(np.flatnonzero(kept))
             plan = replace(plan, sources=sources, owner=plan.owner[kept])
         sources = join(parsed, rows=plan.sources.rows)

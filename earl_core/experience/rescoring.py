@@ -127,7 +127,7 @@ async def rescore(run: Path, config: RunConfig) -> Rescored:
         try:
             for file in files:
                 try:
-                    episodes = list(_kept(file))
+                    episodes = list(kept_episodes(file))
                 except EpisodesDamaged as error:
                     damaged.append(str(error))
                     continue
@@ -162,10 +162,11 @@ async def _scored(scorer: Scorer, iteration: int, episodes: list[dict[str, Any]]
     return pa.Table.from_pylist(rows, SCHEMA)
 
 
-def _kept(file: Path) -> Iterator[dict[str, Any]]:
-    """The episodes of a file as reward functions get them, and the reward that was `given`."""
+def kept_episodes(file: Path, *more: str) -> Iterator[dict[str, Any]]:
+    """The episodes of a file as reward functions get them, and the reward that was `given`; and
+    `more` columns. Raises as `read_samples`."""
     episodes: dict[int, dict[str, Any]] = {}
-    for row in read_samples(file, columns=_COLUMNS).to_pylist():
+    for row in read_samples(file, columns=(*_COLUMNS, *more)).to_pylist():
         if row.pop("role", "") == OPPONENT_ROLE:
             continue
         rewards, said = row.pop("turn_rewards"), row.pop("texts")

@@ -21,8 +21,10 @@ from earl_core.config.reward import RewardConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.experience.group_returns import GroupReturns
 from earl_core.experience.played_turns import PlayedTurns
+from earl_core.experience.probe import of_probe
 from earl_core.experience.roles import Parts, RoleMoments, own_rows, shared_of
 from earl_core.experience.row_results import merge_rows
+from earl_core.guard.seen import SEEN, Seen, merged_sources
 from earl_core.run.worker import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
@@ -115,35 +117,45 @@ def _metrics(totals: np.ndarray) -> dict[str, float]:
 
 class ScoreTally(BaseModel):
     """Scores of one rank: moments of the functions' scores, by label, and of the metrics that they
-    told, by `label/name`; how many episodes have no reward, and why the first of them."""
+    told, by `label/name`; how many episodes have no reward, why the first of them, and how many
+    have none because a function gave no number that one can have."""
 
     moments: dict[str, Moments] = Field(default_factory=dict)
     failed: int = 0
     failures: list[str] = Field(default_factory=list)
+    invalid: int = 0
 
     @classmethod
-    def of(cls, numbers: Sequence[Mapping[str, float]], failures: Mapping[int, str]) -> ScoreTally:
-        """numbers: by name, of each episode that has a reward. failures: by episode."""
+    def of(cls, failures: Mapping[int, str], invalid: int) -> ScoreTally:
+        """failures: by episode. invalid: how many of them are."""
+        named = sorted(failures.items())[:_NAMED_FAILURES]
+        told = [f"episode {number}: {why[-_FAILURE_CHARACTERS:]}" for number, why in named]
+        return cls(failed=len(failures), failures=told, invalid=invalid)
+
+    def with_scores(self, numbers: Sequence[Mapping[str, float]]) -> ScoreTally:
+        """Add moments. numbers: by name, of each episode that has a reward."""
         names = sorted({name for each in numbers for name in each})
         moments = {
             name: Moments.from_values([each[name] for each in numbers if name in each])
             for name in names
         }
-        named = sorted(failures.items())[:_NAMED_FAILURES]
-        told = [f"episode {number}: {why[-_FAILURE_CHARACTERS:]}" for number, why in named]
-        return cls(moments=moments, failed=len(failures), failures=told)
+        return self.model_copy(update={"moments": moments})
 
     def after(self, others: Iterable[ScoreTally]) -> ScoreTally:
         """Return the failures of these and of others, which came first, without moments."""
         every = [*others, self]
         named = [told for each in every for told in each.failures]
-        return ScoreTally(failed=sum(each.failed for each in every), failures=named)
+        failed, invalid = (sum(getattr(each, n) for each in every) for n in ("failed", "invalid"))
+        return ScoreTally(failed=failed, failures=named, invalid=invalid)
 
     def check(self, episodes: int, config: RunConfig) -> None:
-        """Raise `EarlError` when too many of these episodes have no reward, or all."""
+        """Raise `EarlError` when too many of these episodes have no reward, or all. A guard that
+        acts has those leave that got no number, as long as they are fewer than half."""
         share = config.reward.max_failed_share
         share = config.rollout.max_failed_share if share is None else share
-        if self.failed and (self.failed > share * episodes or self.failed == episodes):
+        spared = config.guard == "act" and 2 * self.invalid < episodes
+        failed = self.failed - self.invalid if spared else self.failed
+        if failed and (failed > share * episodes or self.failed == episodes):
             raise EarlError(
                 f"{self.failed} of {episodes} episodes have no reward, because reward functions "
                 f"failed, and reward.max_failed_share allows a share of {share:g}",
@@ -163,17 +175,22 @@ def merge_rewards(
     merged = merge_results(results, REWARD_RULES)
     roles = [RoleMoments.model_validate(result.get("roles", {})) for result in results]
     merged["metrics"] |= reduce(RoleMoments.merge, roles, RoleMoments()).metrics
+    merged["outputs"] = {}
     if config.draws_by_returns:
         parts = [each.get("rows", {}) for each in results]
         rows = {"rows": merge_rows(parts)} if config.row_curricula else {}
         returns = {"returns": _merged_returns(results)} if config.curriculum else {}
         merged["outputs"] = {**returns, **rows}
+    if config.guard != "off":
+        merged["outputs"][SEEN] = _merged_seen(results)
+        merged["outputs"] |= of_probe(results)
     if not config.reward.functions:
         return merged
     whole = ScoreTally()
     for result in results:
         part = ScoreTally.model_validate(result["scores"])
         whole.failed += part.failed
+        whole.invalid += part.invalid
         whole.failures += part.failures
         for name, moments in part.moments.items():
             whole.moments[name] = whole.moments.get(name, Moments()).merge(moments)
@@ -188,6 +205,11 @@ def merge_rewards(
         moments = whole.moments[title]
         metrics |= {f"of/{title}/mean": moments.mean, f"of/{title}/std": moments.std()}
     return {**merged, "metrics": metrics}
+
+
+def _merged_seen(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    parts = ({s: Seen.model_validate(e) for s, e in r.get(SEEN, {}).items()} for r in results)
+    return {s: each.short().model_dump(mode="json") for s, each in merged_sources(parts).items()}
 
 
 def _merged_returns(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

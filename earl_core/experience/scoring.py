@@ -21,6 +21,7 @@ import asyncio
 import itertools
 import json
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,9 +35,12 @@ from earl_core.config import RunConfig
 from earl_core.dispatch.reads.batch import Batch
 from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.environments.real_numbers import is_no_number
+from earl_core.experience.probe import Asked, ProbedEpisode, score_difference
 from earl_core.experience.reward import ScoreTally
 from earl_core.experience.roles import own_rows, shared_of
 from earl_core.experience.waiting import NO_ANSWER, KeptScores, Waiting
+from earl_core.guard.seen import function_source
 from earl_core.system.errors import EarlError
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, transcript, utf8
@@ -49,18 +53,25 @@ _LONGEST_PAUSE = 60.0
 @dataclass
 class Scores:
     """Scores of some episodes, by their ids: those of each function, by label; and the metrics that
-    it told, by `label/name`. failures: why the others have no reward."""
+    it told, by `label/name`. failures: why the others have no reward. invalid: those of these that
+    a function, by its label, gave NaN, infinity or a number that is too large."""
 
     given: dict[int, dict[str, float]] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    invalid: dict[str, list[int]] = field(default_factory=dict)
 
     def tally(self, without: Collection[int] = ()) -> ScoreTally:
         """Tally the scores, in an order that does not depend on which was ready first. without:
         episodes that do not count, be they scored or not."""
         counted = (each for each in sorted(self.given.items()) if each[0] not in without)
         numbers = [{**given, **self.metrics[at]} for at, given in counted]
-        return ScoreTally.of(numbers, self.failed(without))
+        return self.failures_alone(without).with_scores(numbers)
+
+    def failures_alone(self, without: Collection[int] = ()) -> ScoreTally:
+        """Tally what has failed so far. without: as of `tally`."""
+        invalid = {number for each in self.invalid.values() for number in each}
+        return ScoreTally.of(self.failed(without), len(invalid.difference(without)))
 
     def failed(self, without: Collection[int] = ()) -> dict[int, str]:
         """The failures but those of some episodes."""
@@ -191,7 +202,7 @@ class Scorer:
         waiting = self._waiting(later, slots) if episodes else {}
 
         def check() -> None:
-            ScoreTally.of([], found.failed(without)).check(of_episodes, self._config)
+            found.failures_alone(without).check(of_episodes, self._config)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -290,6 +301,27 @@ class Scorer:
             given = scores.given[episode.episode_id]
             episode.own[-1].turn_rewards[-1] += settings.added(given)
 
+    async def ask_again(self, probed: Mapping[str, Sequence[ProbedEpisode]]) -> Asked:
+        """Have functions, one after the other, score recorded episodes that they have scored
+        before. What fails by something else than its number says nothing. probed: by source."""
+        if self._pool is None:
+            await self._start()
+        found, slots = Asked(), asyncio.Semaphore(self._config.reward.concurrency)
+        for place, function in enumerate(self._config.reward.functions):
+            title, source = function.title, function_source(function.title)
+            asked = [each for each in probed.get(source, ()) if title in each.scores]
+            started = time.perf_counter()
+            answers = await asyncio.gather(
+                *(self._one(place, json.dumps(each.episode), slots, 0) for each in asked)
+            )
+            for each, answer in zip(asked, answers, strict=True):
+                now = answer.reward if isinstance(answer, StepResult) else None
+                if isinstance(answer, StepResult) or is_no_number(answer.detail):
+                    told = score_difference(each.scores[title], now)
+                    found.add(source, each.episode["episode_id"], told)
+            found.took(source, time.perf_counter() - started)
+        return found
+
     async def close(self) -> None:
         """End the processes."""
         pool, self._pool = self._pool, None
@@ -321,6 +353,8 @@ class Scorer:
             label = functions[place].title
             if isinstance(result, EnvironmentFailed):
                 found.failures[number] = f"{label}: {result.reason}: {result.detail.strip()}"
+                if is_no_number(result.detail):
+                    found.invalid.setdefault(label, []).append(number)
                 check()
                 return
             given[label] = result.reward
@@ -329,10 +363,11 @@ class Scorer:
         found.given[number], found.metrics[number] = given, metrics
 
     async def _one(
-        self, place: int, text: str, slots: asyncio.Semaphore
+        self, place: int, text: str, slots: asyncio.Semaphore, retries: int | None = None
     ) -> StepResult | EnvironmentFailed:
+        """retries: None: as many as the run has."""
         assert self._pool is not None
-        retries = self._config.reward.retries
+        retries = self._config.reward.retries if retries is None else retries
         # The place is held during the pauses, so that what is overloaded is asked less.
         async with slots:
             attempt = 0
@@ -342,8 +377,10 @@ class Scorer:
                     await self._pool.reset(number, place, 0)
                     return await self._pool.step(number, text)
                 except EnvironmentFailed as error:
-                    # A score that is waited for is asked for again by whoever waits.
-                    if attempt == retries or (self._later(place) and error.reason in NO_ANSWER):
+                    # A score that is waited for is asked for again by whoever waits. What is no
+                    # number is an answer, too.
+                    waits = self._later(place) and error.reason in NO_ANSWER
+                    if attempt == retries or waits or is_no_number(error.detail):
                         return error
                     label = self._config.reward.functions[place].title
                     logger.warning("the score of %s is tried again: %s", label, error.reason)

@@ -1,4 +1,4 @@
-"""What the guard found in an iteration, and what it decided: sealed with the iteration's advantages.
+"""What the guard found in an iteration, and what it decided: sealed with its advantages.
 
 A decision follows from sealed data and from the decisions of earlier iterations alone, so that a
 resumed run decides the same.

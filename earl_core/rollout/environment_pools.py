@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config.environment import EnvironmentConfig
+from earl_core.environments.base import StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.environments.real_numbers import is_no_number
+from earl_core.environments.trial import plays
+from earl_core.experience.probe import Asked, ProbedEpisode, reply_difference
+from earl_core.guard.seen import environment_source
 from earl_core.rollout.agent_loop import live_slots, play
 from earl_core.rollout.chat.chat import ChatTokenizer
 from earl_core.rollout.engines.engine import Engine
@@ -21,8 +27,9 @@ from earl_core.rollout.gateway.opponents import play_against_policy
 from earl_core.rollout.gateway.play import play_agents
 from earl_core.rollout.group_record import GroupRecord
 from earl_core.rollout.rollout_load import LoadMeter
+from earl_core.secrets import redact
 from earl_core.system.files import write_atomic
-from earl_core.trajectory.samples import Episode, EpisodeSpec
+from earl_core.trajectory.samples import Episode, EpisodeSpec, utf8
 
 _PARKED = "parked "
 
@@ -104,6 +111,45 @@ class EnvironmentPools:
         asks = environment.agent is not None or (pool is not None and pool.wants_policy)
         said = environment.deterministic and (pool is None or pool.deterministic)
         return said and not asks
+
+    async def replay(
+        self,
+        environments: Mapping[str, EnvironmentConfig],
+        probed: Mapping[str, Sequence[ProbedEpisode]],
+    ) -> Asked:
+        """Give recorded answers to the environments that are played here and can be replayed, and
+        compare what they reply. What fails says nothing, but for a reward that is no number."""
+        found = Asked()
+        for label, environment in environments.items():
+            source, pool = environment_source(label), self._pools.get(_key(environment))
+            # Tools are asked by another way.
+            if pool is None or not self.can_replay(environment) or pool.tools:
+                continue
+            own = [e for e in probed.get(source, ()) if e.episode["environment"] == label]
+            started = time.perf_counter()
+            await self._replay(pool, source, own, found)
+            found.took(source, time.perf_counter() - started)
+        return found
+
+    async def _replay(
+        self, pool: EnvironmentPool, source: str, probed: Sequence[ProbedEpisode], found: Asked
+    ) -> None:
+        recorded = (
+            plays.Played(each.episode["prompt_id"], each.seed, texts=each.answers)
+            for each in probed
+        )
+        # Numbers that no episode has.
+        numbers = range(-1, -1 - len(probed), -1)
+        replayed = await asyncio.gather(*map(partial(plays.replay, pool), numbers, recorded))
+        for each, after in zip(probed, replayed, strict=True):
+            replies = [r.messages if isinstance(r, StepResult) else r for r in after.replies]
+            said = [redact(utf8("\n".join(m["content"] for m in shown))) for shown in replies]
+            told = reply_difference(each, said, [result.reward for result in after.results])
+            if after.failure is not None:
+                if not is_no_number(after.failure.detail):
+                    continue
+                told = "a reward that is no number"
+            found.add(source, each.episode["episode_id"], told)
 
     async def close(self) -> None:
         """End all hosts."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import Message
+from earl_core.experience.probe import PROBE, Places, probed_episodes
 from earl_core.experience.scoring import Scorer
 from earl_core.rollout import rollout_stats
 from earl_core.rollout.engine_worker import playing
@@ -61,14 +62,17 @@ class RolloutWorker(GroupWorker):
         of_prompts: int | None = None,
         draws: Sequence[Draw] | None = None,
         shards_of: str = "rollout",
+        probe: Places | None = None,
     ) -> dict[str, Any]:
         """Play the call's iteration's episodes and publish their samples as a shard.
 
         groups: the prompts' indices in the run, in the order in which they begin; episode_id =
         group * group_size + k. share, shards_of: number and beginning of the shard's name.
         of_prompts: how many prompts the iteration has, if more than these. draws: what each prompt
-        plays, where the run has several environments. Returns `shards` (entries for the manifest)
-        and `tally`, a dumped `RolloutStats`. Raises `RolloutFailed` when too many episodes failed.
+        plays, where the run has several environments. probe: what environments replay.
+        Returns `shards` (entries for the manifest), `tally`, a dumped
+        `RolloutStats`, and of a probe an `Asked`. Raises `RolloutFailed` when too many episodes
+        failed.
         """
         config = self._config
         iteration = self._context.iteration or 0
@@ -95,10 +99,12 @@ class RolloutWorker(GroupWorker):
                 rows=rollout_rows((e for e in episodes if not e.failed), ROLLOUT_SCHEMA, routing),
             )
         fault_points.point(f"rollout.sealed{share}", iteration)
-        return {
-            "shards": [entry.model_dump(mode="json")],
-            "tally": tally.model_dump(mode="json"),
-        }
+        told = {"shards": [entry.model_dump(mode="json")], "tally": tally.model_dump(mode="json")}
+        if probe:
+            probed = probed_episodes(self._run_directory, probe)
+            replayed = await self._unless_cancelled(self._pools.replay(config.played, probed))
+            told[PROBE] = replayed.model_dump(mode="json")
+        return told
 
     @playing
     async def evaluate(

@@ -24,6 +24,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -290,9 +291,9 @@ class RunDirectory:
         self.note(iteration, "checkpoint", "stable")
         self.release_through(iteration)
 
-    def prune_checkpoints(self) -> None:
+    def prune_checkpoints(self, also: Collection[int] = ()) -> None:
         """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, those
-        that are still to be evaluated, and unfinished ones.
+        that are still to be evaluated, unfinished ones, and those of the iterations `also`.
 
         One that is held (`holding_checkpoint`) goes at the next pruning.
         """
@@ -302,6 +303,7 @@ class RunDirectory:
         known = () if unmeasured_gates(evaluations, gates) else gates
         best = best_evaluated(self.path, gated_returns(evaluations, known))
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, best)
+        kept |= {*also}
         kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
         for iteration in stable:
             if iteration not in kept:

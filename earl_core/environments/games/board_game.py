@@ -129,6 +129,14 @@ class BoardGame(ABC, Generic[StateT]):
         """The board in compact style, of `compact_characters`."""
 
     @property
+    def return_range(self) -> tuple[float, float]:
+        """The least and the greatest return; a game that is cut off has none of its end's."""
+        options, ends = self.options, vars(self.options.rewards).values()
+        forgiven = options.max_retries * options.retry_reward
+        low, high = min(0.0, *ends) + min(0.0, forgiven), max(0.0, *ends) + max(0.0, forgiven)
+        return low, high if low < high else low + 1.0
+
+    @property
     def characters(self) -> str:
         """Every one of observations and answers, for a character tokenizer."""
         return self.compact_characters if self.options.style == "compact" else _CHAT_CHARACTERS

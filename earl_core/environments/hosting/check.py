@@ -13,10 +13,13 @@ from earl_core.system import fault_points
 
 class Found(NamedTuple):
     """What environments say of themselves. notes: what is to be said of their tools.
-    prompt_counts: the numbers of prompts, by label, of those whose prompts a curriculum chooses."""
+    prompt_counts: the numbers of prompts, by label, of those whose prompts a curriculum chooses.
+    returns, scores: declared ranges of what environments return, and functions score, by label."""
 
     notes: list[str]
     prompt_counts: dict[str, int]
+    returns: dict[str, list[float]]
+    scores: dict[str, list[float]]
 
 
 async def check_environments(config: RunConfig) -> Found:
@@ -39,6 +42,8 @@ async def check_environments(config: RunConfig) -> Found:
         pools.append(EnvironmentPool.of_rewards(config.reward, hosts=1, log_path=None))
     notes: dict[str, None] = {}
     counts: dict[str, int] = {}
+    returns: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
     # They stand first.
     labels = dict(zip(pools, config.played, strict=False))
     both = [pool for pool, each in zip(pools, environments, strict=False) if each.train == "all"]
@@ -56,9 +61,13 @@ async def check_environments(config: RunConfig) -> Found:
                 await _try_reward(pool)
             if (label := labels.get(pool)) in config.row_curricula:
                 counts[label] = _prompts_of(pool, label)
+            if pool in labels and (declared := pool.ranges.get("")):
+                returns[labels[pool]] = declared
+            elif pool not in labels:
+                scores |= {title: each for title, each in pool.ranges.items() if title}
         finally:
             await pool.stop()
-    return Found(list(notes), counts)
+    return Found(list(notes), counts, returns, scores)
 
 
 def _prompts_of(pool: EnvironmentPool, label: str) -> int:

@@ -154,6 +154,7 @@ def _serve(connection: socket.socket) -> None:
     try:
         made = registry.check(name, options)
         characters = registry.characters_of(made, name)
+        ranges = registry.declared_ranges(made, name)
         given, seconds = (start["tools"], start["mcp"]), start["tool_timeout_seconds"]
         tools = loop.run_until_complete(registry.host_tools(*given, seconds))
         offered = tools.offered(made)
@@ -174,6 +175,7 @@ def _serve(connection: socket.socket) -> None:
             "wants_policy": wants_policy,
             "awaits_reward": bool(getattr(made, "awaits_reward", False)),
             "prompt_count": registry.prompt_count(made),
+            "ranges": ranges,
             "tools": offered.schemas,
             "notes": offered.notes,
             "characters": characters,

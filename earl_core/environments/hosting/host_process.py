@@ -107,6 +107,8 @@ class HostProcess:
         """True when its agents post their rewards to the gateway."""
         self.prompt_count = 0
         """Number of prompts after which they come again; 0: it does not say."""
+        self.ranges: dict[str, list[float]] = {}
+        """As `EnvironmentPool.ranges`."""
         self.concurrent = True
         """True when several of its calls may run at the same time."""
         self.tools: list[dict[str, Any]] = []
@@ -220,7 +222,7 @@ class HostProcess:
             self.concurrent, self.characters = message["concurrent"], message["characters"]
             self.wants_policy, self.versions = message["wants_policy"], message["versions"]
             self.awaits_reward = message["awaits_reward"]
-            self.prompt_count = message["prompt_count"]
+            self.prompt_count, self.ranges = message["prompt_count"], message["ranges"]
             if not self._opening.done():
                 self._opening.set_result(None)
         elif kind == "refused":

@@ -74,6 +74,7 @@ class InProcessSupervisor:
         self.deterministic = self.concurrent = True
         self.wants_policy = self.awaits_reward = False
         self.prompt_count = 0
+        self.ranges: dict[str, list[float]] = {}
         self.tools: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
@@ -97,6 +98,7 @@ class InProcessSupervisor:
         self.wants_policy = bool(getattr(made, "wants_policy", False))
         self.awaits_reward = bool(getattr(made, "awaits_reward", False))
         self.prompt_count = registry.prompt_count(made)
+        self.ranges = registry.declared_ranges(made, settings.name)
         self.deterministic = registry.can_replay(made, settings.deterministic, settings.mcp)
         tools = await registry.host_tools(
             settings.tools, settings.mcp, settings.tool_timeout_seconds

@@ -261,6 +261,13 @@ class EnvironmentPool:
         return 0 if process is None else process.prompt_count
 
     @property
+    def ranges(self) -> dict[str, list[float]]:
+        """The declared range of an episode's return, [least, greatest], under the empty name; of
+        reward functions' scores by their labels. Absent where nothing is declared."""
+        process = self._supervisors[0].process
+        return {} if process is None else process.ranges
+
+    @property
     def wants_policy(self) -> bool:
         """True when the environments, or agents, ask the policy."""
         process = self._supervisors[0].process

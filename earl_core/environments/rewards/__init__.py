@@ -10,15 +10,28 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 from earl_core.environments.base import Message
 from earl_core.environments.rewards.usable_rows import AnswerRule, text_or_number
 from earl_core.environments.rewards.written_numbers import Written, numbers, plain, whole_number
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def giving(low: float, high: float) -> Callable[[Function], Function]:
+    """Declare the least and the greatest reward of a function; the guard tells of others."""
+
+    def declared(function: Function) -> Function:
+        vars(function)["reward_range"] = (low, high)
+        return function
+
+    return declared
+
+
+@giving(0.0, 1.0)
 def exact_match(completion: str, row: dict[str, Any]) -> float:
     """1 when the completion equals the answer, apart from case and surrounding space, else 0. An
     answer that is a number, and no text, equals the number that the completion is: 4.0 is `4`."""
@@ -29,6 +42,7 @@ def exact_match(completion: str, row: dict[str, Any]) -> float:
     return float(_compared(completion) == _compared(str(answer)))
 
 
+@giving(0.0, 1.0)
 def contained_number(completion: str, row: dict[str, Any]) -> float:
     """1 when the last number in the completion equals the last number in the answer, else 0.
 

@@ -2,7 +2,8 @@
 
 A reward function is `score(episode, **options)`, a coroutine function or a plain one. It returns a
 number, or a number and a dict whose numbers are averaged into metrics. `episode` is a dict, see
-`experience.scoring`.
+`experience.scoring`. An attribute `reward_range = (least, greatest)` of the function declares what
+it can return.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class RewardFunctions:
 
     def __init__(self, functions: Sequence[Mapping[str, Any]], timeout_seconds: float) -> None:
         self._functions = [_bound(**each, timeout_seconds=timeout_seconds) for each in functions]
+        self.reward_ranges = {
+            each["label"]: getattr(getattr(made, "func", made), "reward_range", None)
+            for each, made in zip(functions, self._functions, strict=True)
+        }
         self._score: Callable[[Any], Any] | None = None
 
     def reset(self, prompt: int, seed: int) -> list[Message]:

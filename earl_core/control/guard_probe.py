@@ -1,0 +1,130 @@
+"""The guard's probe in a run: drawn once, asked in turn, compared."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+
+from earl_core.control.run_controller import RunController
+from earl_core.deployment.stages import rows_of
+from earl_core.dispatch import Manifest
+from earl_core.environments.rewards.reward_functions import BUILT_IN
+from earl_core.experience.probe import PROBE, Asked, Probe
+from earl_core.experience.probe_drawing import draw_probe
+from earl_core.guard.decision import Finding
+from earl_core.guard.seen import environment_source, function_source
+from earl_core.run.episodes import EpisodesDamaged
+
+logger = logging.getLogger(__name__)
+
+_drawing = threading.Lock()
+
+
+def ended_before(controller: RunController, iteration: int) -> int:
+    """The last iteration whose numbers are known whenever this one is judged."""
+    return iteration - 1 - controller.config.schedule.staleness
+
+
+def probed_environments(controller: RunController, iteration: int) -> dict[str, list[int]]:
+    """Places of the probe's episodes that environments replay in an iteration, by source. Those
+    that cannot replay are found where they are played."""
+    played = controller.config.played.items()
+    sources = [
+        environment_source(label)
+        for label, each in played
+        if each.agent is None and each.train == "policy" and not (each.tools or each.mcp)
+    ]
+    return _places(controller, iteration, sources)
+
+
+def probed_functions(controller: RunController, iteration: int) -> dict[str, list[int]]:
+    """Likewise of those that reward functions score: not models behind endpoints, nor scores that
+    come later."""
+    functions = controller.config.reward.functions
+    own = [function_source(each.title) for each in functions if each.function not in BUILT_IN]
+    return _places(controller, iteration, own)
+
+
+def _places(
+    controller: RunController, iteration: int, sources: Iterable[str]
+) -> dict[str, list[int]]:
+    if controller.config.guard == "off":
+        return {}
+    probe = _drawn(controller, iteration)
+    if probe is None:
+        return {}
+    episodes = controller.config.rollout.episodes_per_iteration
+    places = {source: probe.places(source, iteration, episodes) for source in sources}
+    return {source: asked for source, asked in places.items() if asked}
+
+
+def _drawn(controller: RunController, iteration: int) -> Probe | None:
+    """The run's probe, drawn now where there is none; None before an iteration whose episodes are
+    kept has ended."""
+    config, run = controller.config, controller.run
+    with _drawing:
+        if (probe := Probe.read(run.path)) is not None:
+            return probe
+        files = (run.episodes_path(each) for each in range(ended_before(controller, iteration) + 1))
+        file = next((each for each in files if each.is_file()), None)
+        if file is None:
+            return None
+        try:
+            probe = draw_probe(file, config.seed, iteration)
+        except (EpisodesDamaged, OSError) as error:
+            logger.warning("iteration %d: the guard has no probe: %s", iteration, error)
+            return None
+        probe.write(run.path)
+    text = f"a probe of {len(probe.episodes)} episodes is drawn of {file.parent.name}"
+    run.note(iteration, "guard", text)
+    return probe
+
+
+def probe_findings(
+    controller: RunController, iteration: int, manifests: Mapping[str, Manifest]
+) -> list[Finding]:
+    """Findings about sources that answer the probe otherwise than before. The first time they are
+    left alone from then on instead."""
+    sealed = rows_of(manifests), manifests["reward"]
+    asked = [Asked.model_validate(each.outputs.get(PROBE, {})) for each in sealed]
+    probe = Probe.read(controller.run.path)
+    if probe is None or not any(each.asked for each in asked):
+        return []
+    if probe.off is None:
+        _settle(controller, iteration, probe, asked)
+        return []
+    found = []
+    for part in asked:
+        for source, told in part.otherwise.items():
+            if source in probe.off:
+                continue
+            kind = "probe_environment" if source.startswith("environment") else "probe_reward"
+            number, how = told[0]
+            text = (
+                f"{source} answers {len(told)} of {part.asked[source]} recorded episodes otherwise "
+                f"than before: episode {number} gives {how}"
+            )
+            named = tuple(each for each, _ in told)
+            found.append(Finding(kind=kind, onset=iteration, text=text, episodes=named))
+    return found
+
+
+def _settle(
+    controller: RunController, iteration: int, probe: Probe, asked: Iterable[Asked]
+) -> None:
+    """Remember which sources answer otherwise by themselves, and which take long."""
+    off, slow = [], []
+    for part in asked:
+        slow += part.slow
+        for source, told in part.otherwise.items():
+            off.append(source)
+            number, how = told[0]
+            text = (
+                f"{source} answers {len(told)} of {part.asked[source]} recorded episodes otherwise "
+                f"than a moment ago (episode {number}: {how}): changes in it cannot be noticed"
+            )
+            logger.warning("iteration %d: %s", iteration, text)
+            controller.run.note(iteration, "guard", text)
+    settled = {"off": sorted(off), "slow": sorted(slow)}
+    probe.model_copy(update=settled).write(controller.run.path)

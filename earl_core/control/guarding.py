@@ -1,0 +1,161 @@
+"""The guard of a run: what an iteration is judged by, what is decided, and who is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import ValidationError
+
+from earl_core.control.guard_probe import ended_before, probe_findings
+from earl_core.control.run_controller import RunController
+from earl_core.deployment.stages import rows_of
+from earl_core.dispatch import Manifest, ManifestError
+from earl_core.guard.decision import Decision, Finding, decision_of
+from earl_core.guard.detectors import Numbers, Settings, detect
+from earl_core.guard.ladder import CONFIRMED, OPEN, Past, decide, last_good
+from earl_core.guard.rewards import reward_findings, seen_bounds, since
+from earl_core.guard.seen import SEEN, Bounds, Seen, environment_source, function_source, numbers_of
+
+logger = logging.getLogger(__name__)
+
+_BRANCHES = "branches"
+"""Of run.json: what the run went back for."""
+
+
+def bounds_of(controller: RunController, iteration: int) -> dict[str, Bounds] | None:
+    """Bounds of the rewards of an iteration by their sources: declared, or else as seen in the
+    iterations that had ended; None where nobody looks."""
+    config = controller.config
+    if config.guard == "off":
+        return None
+    sources = [environment_source(label) for label in config.played]
+    sources += [function_source(each.title) for each in config.reward.functions]
+    history = None
+    found = {}
+    for source in sources:
+        if source not in controller.ranges and history is None:
+            history = _history(controller, iteration)
+        found[source] = controller.ranges.get(source) or seen_bounds(history or [], source)
+    return found
+
+
+def diagnose(
+    controller: RunController, iteration: int, manifests: Mapping[str, Manifest]
+) -> Decision:
+    """Judge an iteration by its sealed rollout and rewards, and by those before that had ended.
+
+    Equal whenever it is asked for: a resumed run decides the same.
+    """
+    config = controller.config
+    if config.guard == "off":
+        return Decision()
+    rollout, history = rows_of(manifests), _history(controller, iteration)
+    past = _past(controller, iteration, history)
+    seen = seen_in(manifests)
+    bounds = bounds_of(controller, iteration) or {}
+    failures = rollout.outputs.get("failures", {})
+    declared = controller.ranges
+    findings = reward_findings(iteration, seen, failures, bounds, declared)
+    now = {
+        "iteration": iteration,
+        **{f"rollout/{name}": value for name, value in rollout.metrics.items()},
+        **{f"guard/{name}": value for name, value in numbers_of(seen).items()},
+    }
+    settings = Settings(config.update.max_grad_norm, config.update.least_sample_size)
+    findings += probe_findings(controller, iteration, manifests)
+    findings += detect(history, now, settings)
+    findings = [since(each, past.earlier) for each in findings]
+    if config.guard == "warn":
+        decision = Decision(findings=tuple(findings))
+    else:
+        outside = sorted({number for each in seen.values() for number in each.outside})
+        mostly = any(each.mostly_outside for each in seen.values())
+        decision = decide(iteration, findings, outside, mostly, past)
+    _tell(controller, iteration, decision, past)
+    return decision
+
+
+def seen_in(manifests: Mapping[str, Manifest]) -> dict[str, Seen]:
+    """What sources of rewards gave in an iteration, as its seal has it."""
+    told = manifests["reward"].outputs.get(SEEN, {}) if "reward" in manifests else {}
+    return {source: Seen.model_validate(each) for source, each in told.items()}
+
+
+def guard_metrics(manifests: Mapping[str, Manifest]) -> dict[str, float]:
+    """The numbers of the guard in an iteration, as metrics.jsonl has them: `guard/findings`, 1 for
+    each kind that was found, and what later iterations compare with."""
+    if "advantage" not in manifests or SEEN not in manifests["advantage"].outputs:
+        return {}
+    decision = decision_of(manifests["advantage"])
+    found = {each.kind: 1.0 for each in decision.findings}
+    told = {
+        "findings": float(len(decision.findings)),
+        **found,
+        "quarantined": float(len(decision.quarantined)),
+        "cautious": float(decision.cautious),
+    }
+    return {f"guard/{n}": v for n, v in (told | numbers_of(seen_in(manifests))).items()}
+
+
+def kept_for_return(
+    controller: RunController, iteration: int, advantage: Manifest | None
+) -> set[int]:
+    """The checkpoint that a return would need, while something is found."""
+    if controller.config.guard != "act" or advantage is None:
+        return set()
+    past = _past(controller, iteration, _history(controller, iteration))
+    found = last_good(decision_of(advantage), past)
+    return set() if found is None else {found}
+
+
+def _history(controller: RunController, iteration: int) -> list[Numbers]:
+    ended = ended_before(controller, iteration)
+    return [line for line in controller.run.metrics() if line["iteration"] <= ended]
+
+
+def _past(controller: RunController, iteration: int, history: Sequence[Numbers]) -> Past:
+    run, ended = controller.run, ended_before(controller, iteration)
+    earlier = {}
+    for line in history[-OPEN:]:
+        if line.get("guard/findings") or line.get("guard/cautious"):
+            number = int(line["iteration"])
+            # What cannot be read says nothing.
+            with suppress(ManifestError, ValidationError):
+                earlier[number] = decision_of(run.manifest(number, "advantage"))
+    checkpoints = [each for each in run.stable_iterations() if each <= ended]
+    lag = controller.config.schedule.staleness
+    return Past(earlier, lag, checkpoints, len(run.record.get(_BRANCHES, ())))
+
+
+def _tell(controller: RunController, iteration: int, decision: Decision, past: Past) -> None:
+    """Say what is new; the seal has all of it."""
+    known = {
+        each.kind
+        for number, before in past.earlier.items()
+        for each in before.findings
+        if number >= iteration - past.lag - CONFIRMED
+    }
+    for each in decision.findings:
+        if each.kind in known:
+            continue
+        text = told(each)
+        logger.warning("iteration %d: %s", iteration, text)
+        evidence: dict[str, Any] = each.model_dump(mode="json")
+        controller.run.note(iteration, "guard", f"found: {text}", finding=evidence)
+    if decision.quarantined:
+        text = f"{len(decision.quarantined)} episodes leave their groups"
+        controller.run.note(iteration, "guard", text, episodes=list(decision.quarantined))
+
+
+def told(finding: Finding) -> str:
+    """A finding as one line for people."""
+    named = ", ".join(map(str, finding.episodes[:_SHOWN]))
+    more = ", ..." if len(finding.episodes) > _SHOWN else ""
+    episodes = f" (episodes {named}{more})" if named else ""
+    return f"{finding.kind}, since iteration {finding.onset}: {finding.text}{episodes}"
+
+
+_SHOWN = 5

@@ -1,0 +1,178 @@
+"""The guard's probe: recorded episodes that reward functions score, and environments replay, again.
+
+It lies in the run directory as `probe.json`: up to `SIZE` of the first episodes that were kept,
+drawn once. Its sources are asked for all of it right away; those that answer otherwise than they
+were recorded do so by themselves (a judge, a clock), and are asked no more. Texts in it are those
+of the kept episodes, without secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from earl_core.system.files import canonical_json, read_file, write_atomic
+
+logger = logging.getLogger(__name__)
+
+PROBE = "probe"
+"""Among the outputs of the manifests of rollout and reward: a dumped `Asked`."""
+
+SIZE = 32
+ASKED = 8
+"""Episodes of the probe that an iteration asks for, all in four iterations. A source that goes
+wrong for one episode in five is found within three but in one run of two hundred."""
+
+_SLOW, _SHARE = 0.02, 16
+"""Seconds of an answer from which a source is slow: it is asked for one episode in so many that the
+iteration plays, at most 6 % of its work, which is a part of the iteration."""
+
+_CLOSE = 1e-6
+
+
+class ProbedEpisode(BaseModel):
+    """episode: as reward functions get it. scores: what functions gave, by label. seed: of the
+    environment."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    episode: dict[str, Any]
+    scores: dict[str, float]
+    seed: int
+
+    @property
+    def answers(self) -> list[str]:
+        """What the policy said."""
+        return [m["content"] for m in self.episode["messages"] if m["role"] == "assistant"]
+
+    @property
+    def observations(self) -> list[str]:
+        """What the environment said, its last words included."""
+        messages = self.episode["messages"]
+        shown = [each["content"] for each in messages if each["role"] == "user"]
+        return [*shown, self.episode["closing"]]
+
+
+class Probe(BaseModel):
+    """drawn: the iteration that asks for all of it. off: sources that are asked no more; None: they
+    have yet to be asked. slow: sources that are asked less."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    drawn: int
+    episodes: list[ProbedEpisode]
+    off: list[str] | None = None
+    slow: list[str] = []
+
+    def places(self, source: str, iteration: int, episodes: int) -> list[int]:
+        """The episodes that an iteration asks a source for, all in turn. episodes: how many it
+        plays."""
+        size = len(self.episodes)
+        if self.off is None:
+            return list(range(size))
+        if source in self.off:
+            return []
+        count = min(ASKED, size)
+        if source in self.slow:
+            count = min(count, max(1, episodes // _SHARE))
+        return [(iteration * count + at) % size for at in range(count)]
+
+    def write(self, run: Path) -> None:
+        """Put it into the run directory, with a checksum."""
+        dumped = self.model_dump(mode="json")
+        whole = {"sha256": _digest(dumped), **dumped}
+        write_atomic(_path(run), canonical_json(whole))
+
+    @classmethod
+    def read(cls, run: Path) -> Probe | None:
+        """The run's; None where there is none, or it is not as it was written."""
+        try:
+            whole = json.loads(read_file(_path(run)))
+            if whole.pop("sha256") == _digest(whole):
+                return cls.model_validate(whole)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, AttributeError, ValidationError):
+            pass
+        logger.warning("%s is damaged: it is drawn again", _path(run))
+        return None
+
+
+def _path(run: Path) -> Path:
+    return run / "probe.json"
+
+
+def _digest(dumped: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(dict(dumped))).hexdigest()
+
+
+Places = Mapping[str, Sequence[int]]
+"""By sources, the places of the probe's episodes that they are asked for."""
+
+
+def probed_episodes(run: Path, places: Places) -> dict[str, list[ProbedEpisode]]:
+    """These episodes of a run's probe; none where it cannot be read."""
+    probe = Probe.read(run)
+    known = [] if probe is None else probe.episodes
+    return {
+        source: [known[at] for at in asked if at < len(known)] for source, asked in places.items()
+    }
+
+
+def of_probe(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What one of the results says of the probe; empty: none asked."""
+    found = next((each[PROBE] for each in results if PROBE in each), None)
+    return {} if found is None else {PROBE: found}
+
+
+class Asked(BaseModel):
+    """What came of asking for a part of the probe. asked: how many answers each source gave.
+    otherwise: by source, what it said otherwise than before: (episode, one line). slow: sources
+    that took long."""
+
+    asked: dict[str, int] = {}
+    otherwise: dict[str, list[tuple[int, str]]] = {}
+    slow: list[str] = []
+
+    def took(self, source: str, seconds: float) -> None:
+        """Note what all of a source's answers took together."""
+        if self.asked.get(source) and seconds > _SLOW * self.asked[source]:
+            self.slow.append(source)
+
+    def add(self, source: str, episode: int, difference: str) -> None:
+        """Count an answer. difference: empty: it is the same."""
+        self.asked[source] = self.asked.get(source, 0) + 1
+        if difference:
+            self.otherwise.setdefault(source, []).append((episode, difference))
+
+
+def score_difference(before: float, now: float | None) -> str:
+    """How two scores of an episode differ; empty: they are equal. now: None for no number."""
+    if now is None:
+        return f"no number, and was {before:.4g}"
+    same = math.isclose(before, now, rel_tol=_CLOSE, abs_tol=_CLOSE)
+    return "" if same else f"{now:.4g}, and was {before:.4g}"
+
+
+def reply_difference(
+    probed: ProbedEpisode, observations: Sequence[str], rewards: Sequence[float]
+) -> str:
+    """How an environment's replies to recorded answers differ from those recorded; empty: they are
+    equal. observations: to `reset`, and to each answer. rewards: of the latter."""
+    recorded = probed.episode["turn_rewards"]
+    for turn, before in enumerate(probed.observations):
+        now = observations[turn] if turn < len(observations) else "nothing"
+        if turn and turn <= len(recorded):
+            paid = rewards[turn - 1] if turn <= len(rewards) else 0.0
+            if difference := score_difference(recorded[turn - 1], paid):
+                return f"turn {turn} is paid {difference}"
+        if before != now:
+            return f"another observation after {turn} answers"
+    return ""

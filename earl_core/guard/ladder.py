@@ -1,0 +1,119 @@
+"""What follows from findings, from least to most: episodes leave their groups, the run becomes
+cautious, goes back, and stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from earl_core.guard.decision import Decision, Finding
+
+OF_EPISODES = ("reward_range", "reward_invalid")
+"""Findings that name the episodes that show them."""
+
+OF_SOURCES = ("probe_reward", "probe_environment", "reward_constant")
+"""Findings about who pays: no smaller step helps, and whatever was learnt since is wrong."""
+
+CAUTION = 5
+"""Iterations with the lower learning rate and the higher KL coefficient."""
+AGAIN = 10
+"""Iterations after a caution in which a finding about learning says that it has not helped."""
+CONFIRMED = 3
+"""Iterations before, in one of which a finding about a source was there already: one may be an
+accident of the machine."""
+OPEN = CAUTION + AGAIN
+"""Iterations in which a finding of the same kind is the same one."""
+MOST_RETURNS = 3
+
+
+class Past(NamedTuple):
+    """What was before. earlier: decisions of iterations that had ended, by iteration. lag: how many
+    iterations before this one had not ended. checkpoints: iterations with a checkpoint, ascending.
+    returns: how often the run went back."""
+
+    earlier: Mapping[int, Decision]
+    lag: int
+    checkpoints: Sequence[int]
+    returns: int
+
+
+def decide(
+    iteration: int, findings: Sequence[Finding], outside: Sequence[int], mostly: bool, past: Past
+) -> Decision:
+    """Decide what is done about an iteration's findings.
+
+    outside: ids of episodes whose rewards are not to be believed. mostly: a source gave such to
+    half of its episodes or more, so that leaving them out leaves nothing to learn from.
+    """
+    wrong = [each for each in findings if each.kind in OF_SOURCES]
+    if mostly:
+        wrong += [each for each in findings if each.kind in OF_EPISODES]
+    known = OF_SOURCES + OF_EPISODES
+    learning = [each for each in findings if each.kind not in known]
+    begun, last = _caution(past)
+    cautious = begun is not None and iteration < begun + CAUTION
+    causes = [each for each in wrong if _confirmed(each, iteration, past)]
+    if learning and not cautious:
+        if last is not None and iteration - last <= AGAIN:
+            causes += learning
+        else:
+            cautious = True
+    quarantined = () if mostly else tuple(outside)
+    if not causes:
+        told = tuple(findings)
+        return Decision(findings=told, quarantined=quarantined, cautious=cautious)
+    told = tuple(_with_prompts(each, past) for each in findings)
+    if past.returns >= MOST_RETURNS:
+        why = f"the run went back {past.returns} times, and this is still there: "
+        stop = why + "; ".join(each.text for each in causes)
+        return Decision(findings=told, quarantined=quarantined, stop=stop)
+    onset = min(_onset(each, past) for each in causes)
+    back_to = max((each for each in past.checkpoints if each < onset), default=-1)
+    return Decision(findings=told, quarantined=quarantined, back_to=back_to)
+
+
+def _caution(past: Past) -> tuple[int | None, int | None]:
+    """The iteration that the last caution began with, and its last one; None: there was none."""
+    cautious = sorted(number for number, each in past.earlier.items() if each.cautious)
+    if not cautious:
+        return None, None
+    begun = cautious[-1]
+    for number in reversed(cautious):
+        if begun - number > 1 + past.lag:
+            break
+        begun = number
+    return begun, cautious[-1]
+
+
+def _same(finding: Finding, past: Past) -> Iterable[tuple[int, Finding]]:
+    """Findings of this kind in earlier iterations, with these."""
+    for number, decision in past.earlier.items():
+        for each in decision.findings:
+            if each.kind == finding.kind:
+                yield number, each
+
+
+def _confirmed(finding: Finding, iteration: int, past: Past) -> bool:
+    first = iteration - past.lag - CONFIRMED
+    return any(number >= first for number, _ in _same(finding, past))
+
+
+def _onset(finding: Finding, past: Past) -> int:
+    return min([finding.onset, *(each.onset for _, each in _same(finding, past))])
+
+
+def _with_prompts(finding: Finding, past: Past) -> Finding:
+    """The finding with the prompts that were named before: a branch leaves them all out."""
+    before = {named for _, each in _same(finding, past) for named in each.prompts}
+    prompts = before | set(finding.prompts)
+    return finding.model_copy(update={"prompts": tuple(sorted(prompts))})
+
+
+def last_good(decision: Decision, past: Past) -> int | None:
+    """The checkpoint to keep for a return: the last one from before what is known now; None: no
+    finding is open, or there is no such checkpoint."""
+    everything = [*decision.findings, *(e for each in past.earlier.values() for e in each.findings)]
+    onset = min((each.onset for each in everything), default=None)
+    if onset is None:
+        return None
+    return max((each for each in past.checkpoints if each < onset), default=None)
