@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from earl_core.dispatch.reads.plan import Layout, make_plan
-from earl_core.dispatch.shards.manifest import ColumnRange, Manifest, ShardEntry, parse_manifest
+from earl_core.dispatch.shards.manifest import Manifest, ShardEntry, parse_manifest
+from earl_core.dispatch.shards.shard import described
 from earl_core.trajectory.schema import (
     ADVANTAGE_SCHEMA,
     REFERENCE_SCHEMA,
@@ -202,21 +203,11 @@ def _reshuffled(tokens: np.ndarray, hosts: int, random: np.random.Generator) -> 
     return local, float(np.max(moved) / np.mean(moved) - 1)
 
 
-BLOCK_BYTES = 256 * 1024
 STAGES = {
     "rollout": ROLLOUT_SCHEMA,
     "reference": REFERENCE_SCHEMA,
     "reward": REWARD_SCHEMA,
     "advantage": ADVANTAGE_SCHEMA,
-}
-_TURN_COLUMNS = {
-    "turn_starts",
-    "policy_version_first",
-    "policy_version_last",
-    "turn_rewards",
-    "turn_numbers",
-    "turn_anchors",
-    "turn_totals",
 }
 _TURNS, _REASON_BYTES = 4, 4
 
@@ -244,54 +235,12 @@ def manifests(tokens: np.ndarray, hosts: Sequence[str]) -> list[Manifest]:
 def _shard(
     stage: str, number: int, host: str, ids: np.ndarray, tokens: np.ndarray, schema: pa.Schema
 ) -> ShardEntry:
+    strings = [field.name for field in schema if pa.types.is_large_string(field.type)]
+    elements = dict.fromkeys(strings, np.full(len(ids), _REASON_BYTES))
+    elements |= {"tokens": tokens, "turns": np.full(len(ids), _TURNS)}
     generation = 1_790_000_000_000_000_000 + number
-    axes: dict[str, tuple[int, ...]] = {}
-    columns, at = {}, 1024
-    for field in schema:
-        axis, counts = _axis(field, axes, tokens)
-        if axis is not None:
-            axes.setdefault(axis, tuple(counts.tolist()))
-        offsets = None
-        if axis is not None:
-            offsets = (at, 8 * (len(ids) + 1))
-            at += -(-offsets[1] // 64) * 64
-        kind = field.type.value_type if pa.types.is_large_list(field.type) else field.type
-        dtype = (
-            "string" if pa.types.is_large_string(kind) else np.dtype(kind.to_pandas_dtype()).name
-        )
-        size = int(counts.sum()) * (1 if dtype == "string" else np.dtype(dtype).itemsize)
-        columns[field.name] = ColumnRange(
-            dtype=dtype, values=(at, size), offsets=offsets, axis=axis
-        )
-        at += -(-size // 64) * 64
-    table = 8 * (1 - (-(at - 1024) // BLOCK_BYTES))
-    return ShardEntry(
-        host=host,
-        file=f"000012-{stage}-{number}-{generation}.arrow",
-        bytes=at + table + 4096,
-        generation=generation,
-        rows=len(ids),
-        row_ids=tuple(ids.tolist()),
-        axes=axes,
-        columns=columns,
-        body=(1024, at - 1024),
-        checksums=(at, table),
-        block_bytes=BLOCK_BYTES,
-        checksum=f"{number:016x}",
-    )
-
-
-def _axis(
-    field: pa.Field, axes: dict[str, tuple[int, ...]], tokens: np.ndarray
-) -> tuple[str | None, np.ndarray]:
-    """The name of a column's axis (that of its first column) and the elements of each row."""
-    if pa.types.is_large_string(field.type):
-        return field.name, np.full(len(tokens), _REASON_BYTES)
-    if not pa.types.is_large_list(field.type):
-        return None, np.ones(len(tokens), dtype=np.int64)
-    if field.name in _TURN_COLUMNS:
-        return "turn_starts", np.full(len(tokens), _TURNS)
-    return ("tokens" if "tokens" in axes else field.name), tokens
+    file = f"000012-{stage}-{number}-{generation}.arrow"
+    return described(schema, ids, elements, host, file)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import parse_config
 from earl_core.control.hardware import read_hardware
 from earl_core.control.worker_groups import TARGETS
-from earl_core.deployment.placement import PLACEMENTS
+from earl_core.deployment.placement import find_placement
 from earl_core.deployment.stage_deployment import CHECKPOINTING, StageDeployment
 from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.models.tiny import character_tokenizer
@@ -186,7 +186,7 @@ class Engines:
     def _start(self, member: int) -> WorkerGroup:
         layout, bench = self.layout, self._bench
         site = HostResources(tuple(sorted(os.sched_getaffinity(0))))
-        place = PLACEMENTS["colocated"].place(layout, member, site)
+        place = find_placement("colocated").place(layout, member, site)
         deployment = layout._replace(
             replicas=1, max_running_requests=max(bench.sizes.requests), max_model_len=bench.limit
         )

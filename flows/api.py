@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.config.load import recipe_names
 from earl_core.control.fork_plan import ForkPlan
-from earl_core.run.episodes import NAME, SCHEMA, read_episodes, read_samples
+from earl_core.run.episodes import NAME, SCHEMA, read_samples
+from earl_core.run.kept_episodes import read_episodes
 from earl_core.run.record import is_finished, read_lines, stored_config
 from earl_core.system.errors import EarlError
 from flows.flow_thread import FlowThread
@@ -60,7 +61,7 @@ class Iteration:
         Each a dict: episode_id, prompt_id, environment, outcome, finish_reason, reward, `turns`
         (observation, answer, reward, tokens of each) and `closing`. Raises `EpisodesDamaged`.
         """
-        return read_episodes(self._path)
+        return read_episodes(self._path, None)
 
     def samples(self) -> pa.Table:
         """The kept samples as an Arrow table, with tokens, mask and log-probs; a row for each; none

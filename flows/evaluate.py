@@ -11,10 +11,11 @@ from prefect.artifacts import acreate_table_artifact
 from pydantic import Field
 
 from earl_core.config import check_references
+from earl_core.config.redaction import redaction_of
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run.record import stored_config
-from earl_core.secrets import guard_logging, redact_tree
+from earl_core.secrets import guard_logging, shareable_tree
 from earl_core.system.plural import plural
 from flows.flow_names import evaluate_name
 from flows.forms import AtLeastOne, Checkpoint, Overrides, RunPath, Unset, titled
@@ -31,6 +32,7 @@ def play_held_out(
     path = Path(run)
     config = stored_config(path, overrides)
     check_references(config)
+    redaction_of(config)
     found = find_checkpoint(path, config, checkpoint)
     settings = config.evaluation
     say = f"starting the rollout worker with {found.label}"
@@ -95,10 +97,10 @@ async def _evaluate(
     name = artifact_name(Path(run).resolve().name)
     if result["suites"]:
         await acreate_table_artifact(
-            redact_tree(suite_rows(result["suites"])), key=f"{name}-suites"
+            shareable_tree(suite_rows(result["suites"])), key=f"{name}-suites"
         )
     await acreate_table_artifact(
-        redact_tree(rows),
+        shareable_tree(rows),
         key=f"{name}-evaluation",
         description=" ".join(
             [

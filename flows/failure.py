@@ -18,7 +18,7 @@ from prefect.states import Failed
 
 from earl_core.cluster.errors import WorkerCallFailed, WorkerError
 from earl_core.config import ConfigError
-from earl_core.secrets import redact
+from earl_core.secrets import shareable
 from earl_core.system.errors import EarlError
 
 _LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine", "asyncio")
@@ -35,7 +35,7 @@ class _Sentences(logging.Filter):
         if isinstance(error, TerminationSignal):
             return False
         if isinstance(error, EarlError):
-            record.msg, record.args = redact(str(error)), ()
+            record.msg, record.args = shareable(str(error)), ()
             record.exc_info = record.exc_text = None
         return True
 
@@ -65,7 +65,7 @@ def failed(error: Exception, run: Path | None) -> State[Any]:
     run: the directory of the run that it worked on; the message ends with the command that goes on
     with it, unless the input was wrong.
     """
-    text = redact(sentence(error))
+    text = shareable(sentence(error))
     if not isinstance(error, EarlError):
         get_run_logger().error("%s", text, exc_info=error)
     if run is not None and (run / "config.yaml").is_file() and not _wrong_input(error):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +24,14 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from earl_core.config import ConfigError
+from earl_core.control.consequences import GoesBack, begin_return
 from earl_core.control.engine_turns import LeftAhead
 from earl_core.control.resume_point import resume_point
-from earl_core.control.run_controller import RunController, Verdict
+from earl_core.control.run_controller import RunController, Verdict, find_controller
 from earl_core.deployment.stages import in_wave
 from earl_core.dispatch import Manifest
+from earl_core.run.recovery import complete_return
+from earl_core.system.errors import InUse
 from flows.flow_names import iteration_name
 from flows.forms import RunPath, titled
 from flows.overlap import BEGUN, END, overlap_of
@@ -38,6 +42,9 @@ from tasks.result_security import forget_results
 from tasks.select import share_profile
 from tasks.stage import StageRef, caching
 from tasks.stage_tasks import TASKS
+
+RETURNED = "Returned"
+"""The state of a flow run in which the run goes back."""
 
 
 @flow(
@@ -61,9 +68,11 @@ async def iteration(
     process has the run it waits, as long as the run's `deadlines.run_in_use` says. An iteration
     that is finished already is left alone, and so is a run that has all its `iterations`: the flow
     run is then Completed under the name Skipped, so that a schedule that outlives the run raises no
-    alarm, and its message says what to change. A `number` that the run does not have is a wrong
-    parameter: the flow run fails with `ConfigError`. One that lost a host and is repeated by
-    `train` ends Cancelled under the name Repeated.
+    alarm, and its message says what to change. Where the guard has the run go back, the iteration
+    ends without an update, Completed under the name Returned, and the next one goes on in the new
+    branch. A `number` that the run does not have is a wrong parameter: the flow run fails with
+    `ConfigError`. One that lost a host and is repeated by `train` ends Cancelled under the name
+    Repeated.
 
     Args:
         run: The directory of a run, as the host of the worker sees it.
@@ -73,11 +82,25 @@ async def iteration(
 
 
 async def _numbered(run: str, number: int | None) -> dict[str, Any] | State[dict[str, Any]]:
+    alone = find_controller(run) is None
+    done = await _on_its_controller(run, number)
+    if alone and isinstance(done, State) and done.name == RETURNED:
+        # Whoever has opened it meanwhile has done it.
+        with suppress(InUse):
+            await asyncio.to_thread(complete_return, Path(run))
+    return done
+
+
+async def _on_its_controller(
+    run: str, number: int | None
+) -> dict[str, Any] | State[dict[str, Any]]:
     async with controller_on(run) as controller:
         wanted = controller.config.iterations
         if number is None or 0 <= number < wanted:
             try:
                 return await _one_iteration(controller, run, number)
+            except GoesBack as told:
+                return await _returned(controller, told)
             except Exception as error:
                 if isinstance(error, LeftAhead):
                     return Cancelled(name="Repeated", message=str(error))
@@ -127,6 +150,19 @@ async def _one_iteration(
     reward = manifests.get("reward")
     mean = None if reward is None else reward.metrics.get("mean")
     return {"iteration": number, "return": mean, "line": line}
+
+
+async def _returned(controller: RunController, told: GoesBack) -> State[dict[str, Any]]:
+    """Note that the run goes back, once the iteration before has ended, whose checkpoint may be the
+    one."""
+    overlap = overlap_of(controller.run.path)
+    if overlap is not None:
+        await overlap.before_end(told.iteration)
+    branch = await asyncio.to_thread(begin_return, controller, told)
+    line = f"the run goes back: branch {branch.number} begins. {branch.text}"
+    controller.listener("advantage", told.iteration, {"repeated": line})
+    data = {"iteration": told.iteration, "return": None, "line": line, "returned": True}
+    return Completed(name=RETURNED, message=line, data=data)
 
 
 def _leave(controller: RunController) -> None:

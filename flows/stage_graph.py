@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from earl_core.control.consequences import heed
 from earl_core.control.device_moves import follow, needs_barrier
 from earl_core.control.failure_diagnosis import RanksLost, StageInfeasible, require_another
 from earl_core.control.prompt_waves import divided, more
@@ -21,6 +22,7 @@ from earl_core.deployment.stages import (
     EVALUATION,
     ROWS,
     STAGES,
+    TRAINING,
     WEIGHTS,
     Stage,
     in_wave,
@@ -29,6 +31,7 @@ from earl_core.deployment.stages import (
     taking_part,
 )
 from earl_core.dispatch import Manifest
+from earl_core.guard.caution import caution_in_key
 from earl_core.run.replay import new_rows
 from earl_core.selector.choice.prediction import NoFeasiblePlan
 from flows.overlap import PLACED, Overlap
@@ -76,7 +79,8 @@ class StageGraph:
         self._runner, self._beside_publish, self._overlap = runner, beside_publish, overlap
 
     async def whole(self) -> dict[str, Manifest]:
-        """Run every stage that is not finished; their sealed manifests."""
+        """Run every stage that is not finished; their sealed manifests. Raises as `heed` does where
+        the guard has decided otherwise."""
         await self._until_done(self._rounds)
         return self.manifests
 
@@ -87,13 +91,27 @@ class StageGraph:
 
     async def _rounds(self) -> None:
         for stages in rounds(taking_part(self.controller.config, self._imitates)):
-            works: list[Work] = [partial(self.run, stage) for stage in stages]
+            works = self._works(stages)
             if self._beside_publish is not None and STAGES["publish"] in stages:
                 works.append(self._beside_publish)
             await self._runner.together(works)
             if STAGES["reward"] in stages:
                 sealed = self.manifests
                 self.controller.episodes.begin(new_rows(rows_of(sealed)), sealed["reward"])
+            if STAGES["advantage"] in stages:
+                await self._runner.aside(heed, self.controller.run, self.manifests["advantage"])
+
+    def _works(self, stages: Sequence[Stage]) -> list[Work]:
+        """Works that may be done side by side: a round's stages, those in turn whose roles have a
+        model of the learner's, which would take each other's devices."""
+        turns = [stage for stage in stages if stage.role in TRAINING]
+
+        async def in_turn() -> None:
+            for stage in turns:
+                await self.run(stage)
+
+        others: list[Work] = [partial(self.run, stage) for stage in stages if stage not in turns]
+        return [*others, in_turn] if turns else others
 
     async def _until_done(self, work: Work) -> None:
         """Choose a plan and do `work` under it; again as often as a stage is infeasible and there
@@ -158,6 +176,10 @@ class StageGraph:
             (read[name] if name in read else await self._weights(stage)).data_digest()
             for name in sources
         ]
+        digests += caution_in_key(stage.name, read.values())
+        if stage.learnt_by and self.iteration:
+            learnt = self.controller.run.manifest(self.iteration - 1, stage.learnt_by)
+            digests.append(learnt.data_digest())
         await self._perform(stage.name, digests, list(read.values()))
 
     async def _run_in_waves(self, stage: Stage) -> None:

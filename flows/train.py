@@ -18,7 +18,7 @@ from earl_core.control.device_moves import forget, may_divide_anew
 from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.prompt_waves import follows_seal
 from earl_core.control.resume_point import StateLost, resume_point
-from earl_core.control.run_controller import HostsChanged, RunController
+from earl_core.control.run_controller import BranchBegun, HostsChanged, RunController
 from earl_core.selector.choice.prediction import NoFeasiblePlan
 from flows.flow_names import train_name
 from flows.forms import AtLeastOne, Config, Overrides, Unset, titled
@@ -88,7 +88,8 @@ async def train(
 
 
 async def _train(settings: RunConfig) -> dict[str, Any]:
-    """Train on the hosts that there are; once they change, on the others, from the last state."""
+    """Train on the hosts that there are; once they change, on the others, from the last state; and
+    in a new branch, where the guard has the run go back."""
     changes: Counter[int] = Counter()
     changed: HostsChanged | None = None
     while True:
@@ -101,6 +102,9 @@ async def _train(settings: RunConfig) -> dict[str, Any]:
             # Not the error itself, whose traceback holds all that was closed.
             changed = HostsChanged(str(error), error.iteration)
             heard("hosts", error.iteration, {"repeated": f"{error}: the run is opened again"})
+        except BranchBegun:
+            if stopping():
+                raise
         except ConfigError as error:
             if changed is None:
                 raise
@@ -205,7 +209,11 @@ async def _child(run: str, number: int) -> dict[str, Any]:
 
 
 def _tell(number: int, done: dict[str, Any], pages: TrainPages) -> None:
-    log(done.get("line", f"iteration {number} was done before"))
+    """Say what an iteration did. Raises `BranchBegun` where it has the run go back."""
+    line = done.get("line", f"iteration {number} was done before")
+    if done.get("returned"):
+        raise BranchBegun(line)
+    log(line)
     pages.changed()
 
 

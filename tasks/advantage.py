@@ -10,6 +10,7 @@ from earl_core.control.guarding import diagnose
 from earl_core.control.stage_execution import without_step
 from earl_core.deployment.stages import rows_of
 from earl_core.experience.advantage import ADVANTAGE_RULES
+from earl_core.guard.caution import KL_FACTOR
 from earl_core.guard.decision import GUARD
 from earl_core.run.replay import replayed_groups
 from tasks.stage import StageInputs, stage_task
@@ -20,6 +21,8 @@ def advantage(given: StageInputs) -> dict[str, Any]:
     """Compare episodes; with KL in the reward, charge each token for leaving the reference."""
     controller = given.controller
     decision = diagnose(controller, given.iteration, given.manifests)
+    charged = controller.config.algorithm.kl.placement == "reward"
+    kl_factor = KL_FACTOR if decision.cautious and charged else 1.0
 
     def in_every_rank(method: str, **arguments: Any) -> list[dict[str, Any]]:
         return controller.groups.call(
@@ -30,6 +33,7 @@ def advantage(given: StageInputs) -> dict[str, Any]:
             stage="advantage",
             manifests=given.references,
             quarantined=list(decision.quarantined),
+            kl_factor=kl_factor,
             **arguments,
         )
 

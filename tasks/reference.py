@@ -25,11 +25,16 @@ _RULES: dict[str, Rule] = {
 def reference(given: StageInputs) -> dict[str, Any]:
     """Score the rollout's samples with the initial model: a group's own, or the base of the adapter
     that the update's ranks train."""
+    return scored(given, "reference", "score_reference")
+
+
+def scored(given: StageInputs, stage: str, method: str) -> dict[str, Any]:
+    """Have a method of the ranks that do a stage write its column for the rollout's samples."""
     controller, iteration = given.controller, given.iteration
-    role = STAGES["reference"].done_by(controller.config)
+    role = STAGES[stage].done_by(controller.config)
     deployment = given.plan[role]
     # What is seen of the stage is its own, whoever does it.
-    watch = StageWatch(controller, deployment._replace(stage="reference"), iteration)
+    watch = StageWatch(controller, deployment._replace(stage=stage), iteration)
     with watch.fitting(training_load(rows_of(given.manifests))):
         if role in controller.learners:
             version = controller.run.versions.before(iteration)
@@ -41,9 +46,9 @@ def reference(given: StageInputs) -> dict[str, Any]:
             controller,
             deployment,
             role,
-            "score_reference",
+            method,
             iteration,
-            stage="reference",
+            stage=stage,
             kept=role in controller.learners,
             manifests=given.references,
             link_bytes=given.plan.link_bytes(role),

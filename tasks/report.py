@@ -11,21 +11,24 @@ from typing import Any
 
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
-from earl_core.control.guarding import guard_metrics, kept_for_return
-from earl_core.control.resume_point import is_updated
+from earl_core.config import ConfigError
+from earl_core.control.guarding import found_in, guard_metrics, kept_for_return
+from earl_core.control.resume_point import is_covered
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import PLAYED, STAGES
 from earl_core.dispatch import Manifest
-from earl_core.run.episodes import EpisodesDamaged, read_episodes
+from earl_core.run.episodes import EpisodesDamaged
+from earl_core.run.kept_episodes import read_episodes
 from earl_core.run.saved_versions import prune_versions, save_versions
-from earl_core.secrets import redact
+from earl_core.secrets import shareable, shareable_names
 from earl_core.selector.profile.observations import Observation
 from earl_core.system import fault_points
 from earl_core.system.plural import plural
 from tasks.reports.curve_report import curve_page
 from tasks.reports.episode_report import episodes_page
+from tasks.reports.guard_report import guard_page
 from tasks.reports.lines import Line
 from tasks.reports.plan_report import plan_page
 from tasks.reports.selector_metrics import load_metrics, selector_metrics
@@ -96,7 +99,7 @@ def finish_iteration(
     controller.episodes.settle()
     run.append_metrics(iteration, metrics)
     fault_points.point("stable.before", iteration)
-    if is_updated(run, iteration):
+    if is_covered(run, iteration):
         save_versions(run, iteration)
         run.mark_stable(iteration)
         fault_points.point("stable.after", iteration)
@@ -111,7 +114,8 @@ def finish_iteration(
 async def publish_artifacts(
     controller: RunController, iteration: int, manifests: dict[str, Manifest]
 ) -> None:
-    """Prefect's pages: the plan and its candidates, the curve, two episodes, the way to MLflow.
+    """Prefect's pages: the plan and its candidates, the curve, two episodes, what the guard found,
+    the way to MLflow.
 
     manifests: up to the update's. The observations of the stages are made first. Pages that cannot
     be made or stored stop no training.
@@ -123,7 +127,7 @@ async def publish_artifacts(
         logger.warning(
             "the run goes on, without pages of iteration %d in Prefect: %s",
             iteration,
-            redact(str(error)),
+            error,
         )
 
 
@@ -133,7 +137,7 @@ async def _publish(
     name = artifact_name(controller.config.name)
     pages = await asyncio.to_thread(_pages, controller, iteration, manifests)
     made = [
-        acreate_markdown_artifact(redact(page), key=f"{name}-{key}", description=description)
+        acreate_markdown_artifact(shareable(page), key=f"{name}-{key}", description=description)
         for key, (page, description) in pages.items()
     ]
     if (link := mlflow_page(controller.run.record)) is not None:
@@ -163,7 +167,10 @@ def run_pages(
     """Markdown and description of each page after an iteration, by the end of its key. plan: the
     iteration's, where there is one. lines: metrics of the iterations that are done."""
     run = controller.run
-    evaluations = [{"iteration": m.iteration, **m.metrics} for m in run.evaluations()]
+    lines = [shareable_names(line) for line in lines]
+    evaluations = [
+        {"iteration": m.iteration, **shareable_names(m.metrics)} for m in run.evaluations()
+    ]
     pages = {
         "curve": (
             curve_page(controller.config.name, lines, evaluations),
@@ -175,6 +182,8 @@ def run_pages(
             plan_page(run, plan, run.plan(iteration - 1), _seen(controller, iteration)),
             f"The stage deployments of iteration {iteration}, and why they were chosen",
         )
+    if found := found_in(run, iteration):
+        pages["guard"] = guard_page(found), "What the guard has found, the newest first"
     if iteration >= 0 and (episodes := _sample_episodes(controller, iteration)):
         page = episodes_page(iteration, episodes)
         pages["episodes"] = page, f"A good and a bad episode of iteration {iteration}"
@@ -182,9 +191,12 @@ def run_pages(
 
 
 def _sample_episodes(controller: RunController, iteration: int) -> list[dict[str, Any]]:
+    run = controller.run
     controller.episodes.settle()
     try:
-        return read_episodes(controller.run.episodes_path(iteration), _EPISODES_READ)
-    except EpisodesDamaged as error:
+        found = read_episodes(run.episodes_path(iteration), run.redaction, _EPISODES_READ)
+        run.redaction.check_something_left()
+        return found
+    except (EpisodesDamaged, ConfigError) as error:
         logger.warning("no episode is shown: %s", error)
         return []

@@ -11,6 +11,7 @@ from typing import Any
 from prefect import task
 from pydantic import ValidationError
 
+from earl_core.config.feasibility import answers_of_placement
 from earl_core.control.learnt_profile import LearntProfile
 from earl_core.control.machine_profile import fingerprint_of
 from earl_core.control.prompt_waves import barrier_share
@@ -94,14 +95,17 @@ def _as_far_as_it_fits(given: SelectionInput) -> tuple[SelectionInput, Deploymen
 
 def select_inputs(controller: RunController, iteration: int) -> list[str]:
     """List the inputs that the step's key covers beside its settings: how often it was made before,
-    for how many hosts, and where it runs ahead of iterations that divided the devices anew, because
-    of a side that a stage did not fit, when they did."""
+    for how many hosts, what a placement of the user's own answers, and where it runs ahead of
+    iterations that divided the devices anew, because of a side that a stage did not fit, when they
+    did."""
+    placed = answers_of_placement(controller.config, controller.hardware, iteration)
     attempt = attempts_of(controller.observed.known_to(iteration), iteration)
     hosts = controller.hardware.hosts
     anew = controller.observed.divided_anew(iteration)
     return [
         *([f"attempt {attempt}"] if attempt else []),
         *([f"hosts {hosts}"] if hosts > 1 else []),
+        *([f"placement {placed}"] if placed else []),
         *(f"divided anew in iteration {k}, attempt {at}" for k, at in sorted(anew.items())),
     ]
 

@@ -15,6 +15,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import in_wave
 from earl_core.dispatch import Manifest
 from earl_core.dispatch.shards.manifest import ShardEntry
+from earl_core.secrets import redact_error
 from earl_core.system import fault_points
 from tasks.result_security import SERIALIZER, result_directory
 
@@ -58,7 +59,12 @@ def stage_task(work: Callable[[StageInputs], dict[str, Any]]) -> Task[..., Stage
         manifests = {manifest.stage: manifest for manifest in sealed}
         plan_sealed, stage = plan_of(controller, plan), in_wave(name, wave)
         given = StageInputs(controller, iteration, plan_sealed, manifests, stage, wave)
-        return run_stage(controller, iteration, stage, lambda: work(given))
+        try:
+            return run_stage(controller, iteration, stage, lambda: work(given))
+        except Exception as error:
+            # Prefect stores the message with the task run's state.
+            redact_error(error)
+            raise
 
     perform.__qualname__ = name  # Prefect makes the task's key of it
     return task(name=name, description=work.__doc__)(perform)

@@ -14,7 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from earl_core.control.run_controller import RunController
-from earl_core.secrets import redact
+from earl_core.secrets import shareable
 from tasks.report import artifact_name, run_pages
 from tasks.tracking.run_note import mlflow_page
 
@@ -47,14 +47,14 @@ class TrainPages:
         try:
             await self._write()
         except Exception as error:
-            logger.warning("the run goes on, with old pages in Prefect: %s", redact(str(error)))
+            logger.warning("the run goes on, with old pages in Prefect: %s", error)
 
     async def _write(self) -> None:
         run, name = self._controller.run, artifact_name(self._controller.config.name)
         iteration = self._controller.next_iteration() - 1
         pages = await asyncio.to_thread(self._pages, iteration)
         for kind, (page, description) in pages.items():
-            text = redact(page)
+            text = shareable(page)
             if kind in self._known:
                 async with get_client() as client:
                     changed = ArtifactUpdate(data=text, description=description)

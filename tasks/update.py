@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from earl_core.algorithms.importance import too_small
@@ -14,6 +15,7 @@ from earl_core.control.stage_execution import (
     training_load,
 )
 from earl_core.deployment.stages import rows_of
+from earl_core.guard.caution import KL_FACTOR, RATE_FACTOR, caution_text, is_cautious
 from earl_core.run.policy_versions import MADE
 from earl_core.weights.probe import PREFIXES
 from tasks.publish import input_weights
@@ -26,19 +28,56 @@ logger = logging.getLogger(__name__)
 def update(given: StageInputs) -> dict[str, Any]:
     """Train the newest policy version, once; that makes the next one."""
     controller, iteration, deployment = given.controller, given.iteration, given.plan["update"]
-    run, learner = controller.run, controller.learners[deployment.stage]
-    checkpoint = learner.checkpoint(iteration) if due(controller, iteration) else None
-    taken = taken_before(run, iteration + 1)
-    load = training_load(rows_of(given.manifests))
-    watch = StageWatch(controller, deployment, iteration)
-    with watch.fitting(load):
-        ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
+    taken = taken_before(controller.run, iteration + 1)
+
+    def pinned() -> None:
         if controller.config.schedule.pinned:
             # Rollouts to come play this version, too, which nobody holds after the update.
             input_weights(controller, deployment, iteration, "update")
+
+    result, sealed = trained(
+        given,
+        "update",
+        pinned,
+        prompts_trained=taken.prompts,
+        demonstrations_trained=taken.demonstrations,
+    )
+    if warning := controller.config.mismatch_watch.warning(result["metrics"], iteration):
+        logger.warning("%s", warning)
+    if small := too_small(result["metrics"], controller.config.update.least_sample_size):
+        logger.warning("iteration %d: %s", iteration, small)
+    made = {MADE: result["policy_version"], PREFIXES: result[PREFIXES]}
+    return {**sealed, "outputs": {**sealed["outputs"], **made}}
+
+
+def trained(
+    given: StageInputs, stage: str, before: Callable[[], None] = lambda: None, **record: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Have the learner of a stage that trains apply its update, once, and save it where a
+    checkpoint is due; what it returned, and what the stage seals of that.
+
+    before: done while the learner holds the version that it goes on from. record: what its
+    checkpoint says besides.
+    """
+    controller, iteration, deployment = given.controller, given.iteration, given.plan[stage]
+    run, learner = controller.run, controller.learners[stage]
+    checkpoint = learner.checkpoint(iteration) if due(controller, iteration) else None
+    load = training_load(rows_of(given.manifests))
+    watch = StageWatch(controller, deployment, iteration)
+    factors: dict[str, Any] = {}
+    if is_cautious(given.manifests.values()):
+        factors["rate_factor"] = RATE_FACTOR
+        if controller.config.algorithm.kl.placement == "loss":
+            factors["kl_factor"] = KL_FACTOR
+        text = caution_text(controller.config)
+        run.note(iteration, "update", text)
+        controller.listener("update", iteration, {"say": f"iteration {iteration}: {text}"})
+    with watch.fitting(load):
+        ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
+        before()
         if not controller.hardware.gpus:
             # With GPUs whoever asks for a learner has made room already.
-            controller.groups.make_room("update", deployment)
+            controller.groups.make_room(stage, deployment)
         result = call_learner(
             controller,
             deployment,
@@ -46,31 +85,23 @@ def update(given: StageInputs) -> dict[str, Any]:
             iteration,
             agreed=("policy_version", "digest", "steps_applied"),
             manifests=given.references,
-            link_bytes=given.plan.link_bytes("update"),
+            link_bytes=given.plan.link_bytes(stage),
             checkpoint=str(checkpoint) if checkpoint else None,
+            **factors,
             record={
                 "run": run.uid,
                 "tracking": run.record.get("tracking"),
-                "key": controller.verdicts[iteration, "update"].key,
-                "prompts_trained": taken.prompts,
-                "demonstrations_trained": taken.demonstrations,
+                "key": controller.verdicts[iteration, stage].key,
+                **record,
             },
         )
     learner.version = int(result["policy_version"])
     learner.drop_handoff()
-    run.note(iteration, "update", f"steps applied: {result['steps_applied']}")
-    if warning := controller.config.mismatch_watch.warning(result["metrics"], iteration):
-        logger.warning("%s", warning)
-    if small := too_small(result["metrics"], controller.config.update.least_sample_size):
-        logger.warning("iteration %d: %s", iteration, small)
-    metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes("update")}
+    run.note(iteration, stage, f"steps applied: {result['steps_applied']}")
+    metrics = {**result["metrics"], "peak_bytes": controller.groups.peak_bytes(stage)}
     outputs = watch.measured(metrics) if result["steps_applied"] else {}
-    outputs |= {"digest": result["digest"], MADE: result["policy_version"]}
-    return {
-        "shards": result["shards"],
-        "outputs": {**outputs, PREFIXES: result[PREFIXES]},
-        "metrics": metrics,
-    }
+    outputs |= {"digest": result["digest"]}
+    return result, {"shards": result["shards"], "outputs": outputs, "metrics": metrics}
 
 
 def due(controller: RunController, iteration: int) -> bool:

@@ -49,7 +49,8 @@ class Episodes:
 
     rewards: [E]. group_ids: integers [E]. token_counts: of trained tokens, [E], sum T. penalties:
     what is taken off the reward at each token, [T]: the KL coefficient times the KL estimate; None
-    for nothing. turns: for a turn-level estimator.
+    for nothing. turns: for a turn-level estimator. values: a critic's, before each token, [T]; for
+    an estimator that needs them.
     """
 
     rewards: Float64Array
@@ -57,6 +58,7 @@ class Episodes:
     token_counts: Int64Array
     penalties: Float64Array | None
     turns: Turns | None = None
+    values: Float64Array | None = None
 
     @classmethod
     def checked(
@@ -66,6 +68,7 @@ class Episodes:
         token_counts: ArrayLike,
         token_penalties: ArrayLike | None = None,
         turns: Turns | None = None,
+        token_values: ArrayLike | None = None,
     ) -> Episodes:
         """Raises ValueError for shapes that do not fit together, or numbers that are not finite."""
         numbers = finite_float64(rewards, "rewards")
@@ -76,19 +79,14 @@ class Episodes:
                 f"The token counts must be {numbers.size} non-negative integers, one an episode, "
                 f"not of shape {counts.shape}."
             )
-        penalties = None
-        if token_penalties is not None:
-            penalties = finite_float64(token_penalties, "token penalties")
-            if penalties.size != counts.sum():
-                raise ValueError(
-                    f"There are {penalties.size} penalties for {counts.sum()} trained tokens; "
-                    "give one for each trained token."
-                )
+        total = int(counts.sum())
+        penalties = _of_tokens(token_penalties, "penalties", total)
+        values = _of_tokens(token_values, "values", total)
         if turns is not None:
             told = np.bincount(turns.episodes, turns.token_counts, minlength=numbers.size)
             if not np.array_equal(told, counts):
                 raise ValueError("The turns' trained tokens must be those of their episodes.")
-        return cls(numbers, ids, counts, penalties, turns)
+        return cls(numbers, ids, counts, penalties, turns, values)
 
     def episode_returns(self) -> Float64Array:
         """Reward less all penalties of the episode, [E]."""
@@ -116,6 +114,18 @@ class Episodes:
         return returns
 
 
+def _of_tokens(given: ArrayLike | None, what: str, tokens: int) -> Float64Array | None:
+    if given is None:
+        return None
+    numbers = finite_float64(given, f"token {what}")
+    if numbers.size != tokens:
+        raise ValueError(
+            f"There are {numbers.size} {what} for {tokens} trained tokens; give one for each "
+            "trained token."
+        )
+    return numbers
+
+
 def batch_moments(estimator: AdvantageEstimator, episodes: Episodes) -> Moments | None:
     """The moments of these episodes alone; None if the estimator needs none of the batch.
 
@@ -123,6 +133,8 @@ def batch_moments(estimator: AdvantageEstimator, episodes: Episodes) -> Moments 
     """
     if not estimator.needs_batch:
         return None
+    if estimator.needs_values:
+        return Moments.from_values(_relative_returns(estimator, episodes))
     if not estimator.token_level:
         return Moments.from_values(episodes.episode_returns())
     of_turns = _turn_returns(estimator, episodes)
@@ -138,6 +150,8 @@ def token_advantages(
 
     batch: the moments of the whole batch. The moments of the groups are over the episodes' returns.
     """
+    if estimator.needs_values:
+        return estimator.advantages(_relative_returns(estimator, episodes), None, batch)
     turns, of_turns = episodes.turns, _turn_returns(estimator, episodes)
     per_token = estimator.token_level and (of_turns is not None or episodes.penalties is not None)
     returns = whole = episodes.episode_returns()
@@ -165,3 +179,10 @@ def _turn_returns(estimator: AdvantageEstimator, episodes: Episodes) -> Float64A
     if episodes.turns is None or not estimator.token_level:
         return None
     return estimator.turn_returns(episodes.turns)
+
+
+def _relative_returns(estimator: AdvantageEstimator, episodes: Episodes) -> Float64Array:
+    """Return of each trained token less its value, [T]."""
+    if episodes.values is None or episodes.turns is None:
+        raise ValueError("This advantage estimator compares with values of tokens; pass them.")
+    return estimator.relative_returns(episodes.turns, episodes.penalties, episodes.values)

@@ -20,6 +20,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import Field
 
+from earl_core.algorithms.gae import Steps
 from earl_core.algorithms.moments import Float64Array, MomentArrays, Moments, group_moments
 from earl_core.algorithms.registry import Registered, Registry
 from earl_core.algorithms.turns import Turns
@@ -62,10 +63,26 @@ class AdvantageEstimator(Registered, ABC):
     rewards pay their penalties.
     """
 
+    needs_values: ClassVar[bool] = False
+    """True where returns are relative to a critic's values: :meth:`relative_returns`. The run then
+    needs a critic."""
+
+    @property
+    def acts_in_turns(self) -> bool:
+        """True where a time step is a turn: the critic is then asked about, and trained on, the
+        first trained token of each alone."""
+        return False
+
     @property
     def needs_batch(self) -> bool:
         """True where the estimator needs the moments of the whole batch."""
         return False
+
+    def relative_returns(
+        self, turns: Turns, penalties: Float64Array | None, values: Float64Array
+    ) -> Float64Array:
+        """Return of each trained token less its value, [T]. penalties, values: [T]."""
+        raise NotImplementedError
 
     def turn_returns(self, turns: Turns) -> Float64Array:
         """Return of each turn, [N]."""
@@ -278,3 +295,44 @@ class GroupInGroup(GroupRelative):
     def _compared(self, returns: Float64Array, group: MomentArrays) -> Float64Array:
         difference = returns - group.means
         return difference / (group.std(ddof=1) + self.epsilon if self.normalize == "std" else 1.0)
+
+
+@ADVANTAGE_ESTIMATORS.register("gae")
+class GeneralizedAdvantage(AdvantageEstimator):
+    """Generalized advantage estimation (arXiv 1506.02438): the critic's errors, summed up with
+    weights (gamma * lambda)^k.
+
+    See :mod:`earl_core.algorithms.gae` for what a time step is. Advantages are not normalised.
+
+    Attributes:
+        gamma: Discount factor of what comes a time step later.
+        lambda: Weight of what was returned against what the critic expected: 1: A_t is the return
+            to go less the value, without the critic's bias; 0: one step, then the critic's word.
+        level: ``token``: a time step is a trained token; ``turn``: a turn, whose tokens share its
+            advantage, and whose value is the critic's before the first of them.
+    """
+
+    gamma: Discount = 1.0
+    lam: Annotated[float, Field(ge=0.0, le=1.0, alias="lambda")] = 0.95
+    level: Literal["token", "turn"] = "token"
+
+    needs_values = True
+    token_level = True
+    turn_level = True
+
+    @property
+    def acts_in_turns(self) -> bool:
+        return self.level == "turn"
+
+    def relative_returns(
+        self, turns: Turns, penalties: Float64Array | None, values: Float64Array
+    ) -> Float64Array:
+        """Return of each trained token less its value, [T]. penalties, values: [T]."""
+        make = Steps.of_turns if self.acts_in_turns else Steps.of_tokens
+        steps = make(turns, penalties, values)
+        return np.repeat(steps.advantages(self.gamma, self.lam), steps.token_counts)
+
+    def advantages(
+        self, returns: Float64Array, groups: MomentArrays | None, batch: Moments | None
+    ) -> Float64Array:
+        return returns.copy()

@@ -21,7 +21,9 @@ class Registered(BaseModel):
     """Base of everything a :class:`Registry` holds: immutable, unknown and non-finite parameters
     refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, serialize_by_alias=True
+    )
 
 
 T = TypeVar("T", bound=Registered)
@@ -104,7 +106,8 @@ class Registry(Generic[T]):
         return f"choose one of {names}, or give an import path package.module:Class"
 
     def _explain(self, name: str, cls: type[T], error: Exception) -> str:
-        known = ", ".join(cls.model_fields) or "none"
+        fields = cls.model_fields.items()
+        known = ", ".join(field.alias or key for key, field in fields) or "none"
         if not isinstance(error, ValidationError):
             return f"the {self.kind} {name!r} cannot be built: {error} (its parameters: {known})"
         problems = "; ".join(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from earl_core.secrets import redact
+from earl_core.secrets import redact, shareable
 from earl_core.system.errors import EarlError, registered
 from earl_core.system.frames import WireError, encode
 
@@ -217,7 +217,7 @@ def last_error(text: str) -> str:
             raised = found[1]
         elif _COMPLAINT.search(line):
             complaint = line.strip()
-    return redact(_CONTROL.sub("", raised or complaint))[:_LINE_CHARACTERS]
+    return shareable(_CONTROL.sub("", raised or complaint))[:_LINE_CHARACTERS]
 
 
 @dataclass(frozen=True)
@@ -240,4 +240,4 @@ class LogFile:
         # A progress bar redraws its line after '\r'; only what it showed last matters.
         kept = [line.rstrip().rsplit("\r", 1)[-1] for line in text.split("\n")]
         shown = [_CONTROL.sub("", line) for line in kept if line.strip()]
-        return redact("\n".join(shown[-lines:]))
+        return shareable("\n".join(shown[-lines:]))

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn
 from earl_core.cluster import errors
 from earl_core.cluster.errors import LossKind, describe_exit
 from earl_core.cluster.host import MemoryUse, RankHandle
-from earl_core.secrets import redact_tree
+from earl_core.secrets import redact_tree, shareable
 from earl_core.system.frames import WireError, encode
 from earl_core.system.processes import ENDING_GRACE_SECONDS
 
@@ -128,8 +128,10 @@ class Exchange:
             if not complete and time.monotonic() - first.replied_at < STRAGGLER_SECONDS:
                 return None
             # Read before the stacks of all ranks follow the error in the logs.
-            raised = errors.Raised(**redact_tree((first.reply or {})["raised"]))
-            error = errors.WorkerCallFailed(_at(self.where, first), raised)
+            raised = redact_tree((first.reply or {})["raised"])
+            # What people read of it; Prefect stores it with a state.
+            raised |= {name: shareable(raised[name]) for name in ("message", "traceback")}
+            error = errors.WorkerCallFailed(_at(self.where, first), errors.Raised(**raised))
             if not complete:
                 reason = f"rank {first.rank} failed and the others did not return"
                 monitor.lose(Loss("lost", reason, first.rank), dump=True)

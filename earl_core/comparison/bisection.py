@@ -19,7 +19,8 @@ from earl_core.comparison.seals import compare_seals, metric_changes
 from earl_core.comparison.weights import TensorDifference, compare_tensors
 from earl_core.deployment.stages import ROWS, STAGES, stage_of
 from earl_core.dispatch import ManifestError
-from earl_core.run.checkpoints import verify_checkpoint
+from earl_core.pretrained.adapter_directory import policy_in
+from earl_core.run.checkpoints import state_path, verify_checkpoint
 from earl_core.run.episodes import EpisodesDamaged
 from earl_core.system.errors import ConfigError, EarlError
 
@@ -125,7 +126,7 @@ class _Search:
 
     def _at(self, place: Place) -> Difference | None:
         if any(place not in there for there in self._there):
-            return None if place.stage == INITIAL else self._lone(place)
+            return None if place.stage == INITIAL or self._may_come(place) else self._lone(place)
         seals = self._seals(place)
         if seals is None:
             return None
@@ -162,6 +163,14 @@ class _Search:
         except ManifestError as error:
             self._damage[str(error)] = None
             return None
+
+    def _may_come(self, place: Place) -> bool:
+        """Tell whether a run was stopped before the stage, or is about to do it: others run beside
+        it, and nothing that reads it was sealed."""
+        lacks = next(there for there in self._there if place not in there)
+        own = [stage_of(each.stage) for each in lacks if each.iteration == place.iteration]
+        read = any(stage_of(place.stage) in STAGES[name].reads for name in own if name in STAGES)
+        return place.iteration == max(lacks).iteration and not read
 
     def _lone(self, place: Place) -> Difference:
         has, lacks = self._sides
@@ -212,7 +221,8 @@ class _Search:
         if None in folders:
             return None
         try:
-            return compare_tensors(*(folder / "policy" for folder in folders if folder))
+            paths = [policy_in(state_path(folder, stage)) for folder in folders if folder]
+            return compare_tensors(*paths)
         except (OSError, EarlError) as error:
             self._damage[str(error)] = None
             return None

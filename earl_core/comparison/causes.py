@@ -80,6 +80,11 @@ def _settings(sides: Sides, place: Place) -> Iterator[Cause]:
         if not covered and not name.startswith(_ELSEWHERE):
             beside = "" if stage == INITIAL else f", outside of the key of {stage}"
             yield Cause("setting", f"setting {name}: {one} → {other}{beside}")
+    keys = [run.branches.key(place.iteration, stage) for run in sides]
+    if keys[0] != keys[1]:
+        begun = [run.branches.at(place.iteration) for run in sides]
+        told = ["none" if each is None else f"{each.number} ({each.line})" for each in begun]
+        yield Cause("draws", f"branch: {told[0]} → {told[1]}, with draws of its own")
     for run in sides:
         if run.keeps_settings(place) is False:
             yield Cause(

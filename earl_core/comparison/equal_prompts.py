@@ -6,37 +6,35 @@ states under other seeds, and the same row of a data set has another number in a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from earl_core.comparison.recorded_run import RecordedRun
-from earl_core.run.episodes import NAME, EpisodesDamaged, read_samples
-from earl_core.secrets import redact
-from earl_core.trajectory.samples import OPPONENT_ROLE
+from earl_core.run.episodes import NAME, EpisodesDamaged
+from earl_core.run.kept_episodes import kept_episodes
 
 _FILES = 10
 _EPISODES = 512
 """The newest files of a run that are read, and the first episodes of each."""
 
-_SCALARS = ("episode_id", "environment", "outcome", "finish_reason", "reward")
-_COLUMNS = (*_SCALARS, "texts", "turn_rewards", "role")
+_FIELDS = ("episode_id", "environment", "outcome", "finish_reason", "reward")
 
 
 class Played(NamedTuple):
     """An episode. texts: observation and answer of each turn, then what was said at the end.
-    rewards: of its turns. reward: None where it was not scored."""
+    rewards: of its turns. reward: None where it was not scored. What rules of redaction leave out
+    is None or empty, what they hash a text."""
 
     iteration: int
-    episode_id: int
+    episode_id: int | str | None
     environment: str
     outcome: str
     finish_reason: str
     reward: float | None
     texts: list[str]
-    rewards: list[float]
+    rewards: list[float | None]
 
 
 class EqualPrompt(NamedTuple):
@@ -63,44 +61,37 @@ def equal_prompts(
     runs: Sequence[RecordedRun], most: int, most_episodes: int
 ) -> tuple[list[EqualPrompt], list[str]]:
     """The prompts of all runs, those first whose mean rewards lie farthest apart; and what is wrong
-    with files that could not be read. most_episodes: of a run and prompt. Texts are redacted."""
+    with files that could not be read. most_episodes: of a run and prompt. Episodes are redacted as
+    their runs ask for; which prompts are equal is found out before."""
     damaged: list[str] = []
     played = [_played(run, most_episodes, damaged) for run in runs]
     shared = [key for key in played[0] if all(key in each for each in played)]
-    found = [EqualPrompt(*key, [each[key] for each in played]) for key in shared]
+    found = [_prompt([each[key] for each in played]) for key in shared]
     return sorted(found, key=lambda each: -each.spread)[:most], damaged
 
 
-def _played(run: RecordedRun, most: int, damaged: list[str]) -> dict[tuple[str, str], list[Played]]:
-    """Episodes by environment and first observation, of the newest iteration that has some."""
+def _prompt(episodes: list[list[Played]]) -> EqualPrompt:
+    first = episodes[0][0]
+    return EqualPrompt(first.environment, "".join(first.texts[:1]), episodes)
+
+
+def _played(run: RecordedRun, most: int, damaged: list[str]) -> dict[int, list[Played]]:
+    """Episodes by the hash of environment and first observation, of the newest iteration that has
+    some."""
     files = sorted(run.path.glob(f"iterations/[0-9]*/{NAME}"), reverse=True)
-    found: dict[tuple[str, str], list[Played]] = {}
+    found: dict[int, list[Played]] = {}
     for file in files[:_FILES]:
         try:
-            table = read_samples(file, _EPISODES, _COLUMNS)
+            kept = kept_episodes(file, run.redaction, _FIELDS, most=_EPISODES)
         except FileNotFoundError:
             continue  # A live run removes its oldest.
         except EpisodesDamaged as error:
             damaged.append(str(error))
             continue
         newer = set(found)
-        for each in _episodes(table, int(file.parent.name)):
-            key = each.environment, each.texts[0] if each.texts else ""
-            own = found.setdefault(key, [])
-            if key not in newer and len(own) < most:
-                own.append(each)
+        for each in kept.episodes:
+            own = found.setdefault(each["begins"], [])
+            if each["begins"] not in newer and len(own) < most:
+                told = {name: each[name] for name in ("iteration", *_FIELDS, "texts")}
+                own.append(Played(**told, rewards=each["turn_rewards"]))
     return found
-
-
-def _episodes(table: pa.Table, iteration: int) -> Iterable[Played]:
-    episodes: dict[int, Played] = {}
-    for row in table.to_pylist():
-        if row.get("role") == OPPONENT_ROLE:
-            continue
-        number = row["episode_id"]
-        if number not in episodes:
-            shown = {name: row[name] for name in _SCALARS}
-            episodes[number] = Played(iteration, **shown, texts=[], rewards=[])
-        episodes[number].texts.extend(map(redact, row["texts"]))
-        episodes[number].rewards.extend(row["turn_rewards"])
-    return episodes.values()

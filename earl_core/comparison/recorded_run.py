@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from earl_core.config.redaction import redaction_of
 from earl_core.config.stage_keys import stage_key
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.stages import PLAYED, ROWS, STAGES, WEIGHTS, stage_of
 from earl_core.dispatch.shards.manifest import Manifest, ManifestError, read_manifest, sealed_path
 from earl_core.dispatch.shards.shard import open_batch
+from earl_core.guard.caution import caution_in_key
+from earl_core.run.branches import Branches
 from earl_core.run.checkpoints import stable_checkpoints
 from earl_core.run.episodes import NAME, read_samples
 from earl_core.run.policy_versions import PolicyVersions
@@ -70,18 +73,20 @@ class Rows(NamedTuple):
 class RecordedRun:
     """A run in a directory. label: what people call it where it stands beside others.
 
-    Raises `ConfigError` where no run lies, `RunDamaged` where one of another format does, or one
-    without its `run.json`.
+    Raises `ConfigError` where no run lies, or its rules of redaction cannot be had, `RunDamaged`
+    where one of another format does, or one without its `run.json`.
     """
 
     def __init__(self, path: Path, label: str) -> None:
         self.path, self.label = path, label
         self.config = stored_config(path)
+        self.redaction = redaction_of(self.config)
         try:
             self.record: Mapping[str, Any] = read_record(path)
         except FileNotFoundError:
             raise RunDamaged(f"{path} has no run.json: put it back") from None
         self.versions = PolicyVersions(path, noted_staleness(self.record) or ((0, 0),))
+        self.branches = Branches.of(self.record)
 
     @property
     def uid(self) -> str:
@@ -151,14 +156,16 @@ class RecordedRun:
         if place.stage not in STAGES or place.stage == "select":
             return None
         try:
-            inputs = [self.manifest(each).data_digest() for each in self.sources(place)]
+            read = [self.manifest(each) for each in self.sources(place)]
             sealed = self.manifest(place)
         except ManifestError:
             return None
         if self.config.rollout.filters_groups and place.stage in (*PLAYED, "reward"):
             return None  # Waves have keys of their own.
-        uid = key_uid(self.record)
-        return stage_key(self.config, uid, place.iteration, place.stage, inputs) == sealed.key
+        inputs = [*(each.data_digest() for each in read), *caution_in_key(place.stage, read)]
+        uid, branch = key_uid(self.record), self.branches.key(place.iteration, place.stage)
+        key = stage_key(self.config, uid, place.iteration, place.stage, inputs, branch)
+        return key == sealed.key
 
     def rows(self, sealed: Manifest) -> Rows | None:
         """The rows that a stage has written, from its shards where they are still in the shared

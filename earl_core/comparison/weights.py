@@ -48,7 +48,8 @@ def compare_tensors(one: Path, other: Path) -> TensorDifference:
             with np.errstate(all="ignore"):
                 apart = np.abs(numbers[0].astype(np.float64) - numbers[1].astype(np.float64))
             if first is None:
-                first = int(np.flatnonzero(numbers[0] != numbers[1])[:1].sum())
+                # By their bits: 0.0 and -0.0 are equal numbers.
+                first = int(np.flatnonzero(raw[0] != raw[1])[0]) * numbers[0].size // raw[0].size
             most = max(most or 0.0, float(np.nanmax(apart, initial=0.0)))
     return TensorDifference(len(sides[0].keys() & sides[1].keys()), differing, first, most)
 

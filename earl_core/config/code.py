@@ -32,7 +32,8 @@ def named_code(config: RunConfig) -> dict[str, str]:
     found |= _paths("algorithm", config.algorithm.model_dump(mode="json"))
     if config.model.trust_remote_code:
         found["model.trust_remote_code"] = config.model.shown
-    return found | _paths("model", {"builder": config.model.builder})
+    found |= _paths("model", {"builder": config.model.builder})
+    return found | _paths("stages", {"placement": config.stages.placement})
 
 
 def _of_environment(key: str, environment: EnvironmentConfig) -> dict[str, str]:

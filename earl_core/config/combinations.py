@@ -9,6 +9,7 @@ from earl_core.algorithms.aggregation import AGGREGATIONS
 from earl_core.algorithms.kl import KL_ESTIMATORS
 from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import AlgorithmConfig
+from earl_core.config.critic import CriticConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.update import UpdateConfig
@@ -51,6 +52,59 @@ def check_algorithm(algorithm: AlgorithmConfig, group_size: int, charged: bool) 
             "own kl, too), or neither"
         )
     return corrected or loss is None or loss.from_rollout
+
+
+def check_critic(
+    critic: CriticConfig | None,
+    algorithm: AlgorithmConfig,
+    iterations: int,
+    prompts: int,
+    *,
+    adapter: bool,
+    imitates: bool,
+) -> None:
+    """Raise `ValueError` for an advantage estimator without the values that it needs, and for a
+    critic that nobody asks or that has nothing to learn from.
+
+    prompts: of an iteration. adapter: there is a `model.adapter`. imitates: the first iterations
+    do.
+    """
+    estimator, name = ADVANTAGE_ESTIMATORS.checked(algorithm.advantage), algorithm.advantage["name"]
+    if critic is None:
+        if estimator is not None and estimator.needs_values:
+            raise ValueError(
+                f"algorithm.advantage {name!r} compares returns with the column `values`, which "
+                "the stage `value` writes only in a run with a critic: add the section `critic` "
+                "(`critic: {}` has its defaults), or choose an estimator without one, such as "
+                "`grpo`"
+            )
+        return
+    if estimator is not None and not estimator.needs_values:
+        raise ValueError(
+            f"critic is set, but algorithm.advantage {name!r} asks no critic: leave critic out, or "
+            "set the estimator to `gae`"
+        )
+    if critic.warmup_iterations >= iterations:
+        raise ValueError(
+            f"critic.warmup_iterations ({critic.warmup_iterations}) leaves none of the "
+            f"{iterations} iterations to train the policy: lower it, or raise iterations, which "
+            "counts them too"
+        )
+    if (critic.minibatches or 1) > prompts:
+        raise ValueError(
+            f"critic.minibatches ({critic.minibatches}) exceeds rollout.prompts_per_iteration "
+            f"({prompts}): each minibatch needs a prompt of its own"
+        )
+    if adapter:
+        raise ValueError(
+            "critic is a whole model that is trained, which is not supported beside model.adapter: "
+            "leave the adapter out, or choose an estimator without a critic, such as `grpo`"
+        )
+    if imitates:
+        raise ValueError(
+            "critic learns from returns, which iterations that imitate have none of: imitate in a "
+            "run of its own, and begin this one from it (model.from)"
+        )
 
 
 def check_balance(algorithm: AlgorithmConfig, model: ModelConfig, rollout: RolloutConfig) -> None:
@@ -166,3 +220,16 @@ def check_stream(rollout: RolloutConfig, imitates: bool) -> None:
     for problem, there in problems.items():
         if there:
             raise ValueError(f"schedule.mode `stream` does not go with {problem}")
+
+
+def needs_zero_advantage(algorithm: AlgorithmConfig) -> str:
+    """The setting by which samples without an advantage may have a gradient; empty: none."""
+    if algorithm.kl.placement == "loss":
+        return "algorithm.kl.placement is `loss`"
+    for name in ("entropy_coefficient", "router_aux_loss_coef"):
+        if getattr(algorithm, name):
+            return f"algorithm.{name} is not 0"
+    loss = POLICY_LOSSES.checked(algorithm.policy_loss)
+    if loss is None or loss.zero_without_advantage:
+        return ""
+    return f"algorithm.policy_loss is {algorithm.policy_loss['name']!r}"

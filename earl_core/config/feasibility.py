@@ -8,7 +8,7 @@ from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.config.update import UpdateConfig
-from earl_core.deployment.placement import most_on_a_host
+from earl_core.deployment.placement import hosts_of, most_on_a_host
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.errors import ConfigError
@@ -44,11 +44,10 @@ def configured(
         return given._replace(replicas=given.replicas * hardware.hosts // fewest)
 
     engines, mesh = laid_out(0, "rollout"), laid_out(1, "update")
-    share, cores = stages.placed.threads, hardware.cpu_cores
     of_host = [most_on_a_host(each, hardware.hosts) for each in (engines, mesh)]
-    of_engine = rollout.threads // engines.tensor_parallel
-    of_engine = of_engine or share(cores, "rollout", *of_host)
-    of_rank = update.threads or share(cores, "update", *of_host)
+    shares = stages.placed.threads(hardware.cpu_cores, *of_host)
+    of_engine = rollout.threads // engines.tensor_parallel or shares[0]
+    of_rank = update.threads or shares[1]
     return (
         engines._replace(threads=of_engine, max_running_requests=rollout.max_running_requests),
         mesh._replace(
@@ -160,28 +159,39 @@ def expert_problem(model: ModelShape, degree: int) -> str:
 
 def check_devices(config: RunConfig, hardware: Hardware) -> None:
     """Raise `ConfigError` when stage deployments need more devices than there are."""
-    stages = config.stages
-    placement = stages.division.placement
-    if placement == "shared" and hardware.gpus:
-        raise ConfigError(
-            "stages.placement `shared` has engine and trainer in the memory of the same devices at "
-            "the same time, which is not divided between them on GPUs: use `separate` or "
-            "`colocated`"
-        )
+    stages, there = config.stages, hardware.devices_per_host
+    placed, placement = stages.placed, stages.division.placement
     unit = "GPUs" if hardware.gpus else "CPU cores"
     for key, iteration in stages.steps():
         rollout, update = configured(stages, config.rollout, config.update, hardware, iteration)
         of_host = [most_on_a_host(each, hardware.hosts) for each in (rollout, update)]
-        needed = stages.placed.devices(*of_host)
-        if needed > hardware.devices_per_host:
+        if not placed.fits(there, *of_host):
             where = "this machine" if hardware.hosts == 1 else f"each of {hardware.hosts} hosts"
+            given = [len(side) for side in placed.sides(there, *of_host)]
+            short = f"which has {given[0]} and {given[1]} devices for them"
+            if needed := placed.needed(of_host[0], of_host[1], there + 1):
+                short = f"which need {needed} devices"
             raise ConfigError(
                 f"{key} asks for {rollout.replicas} engines on {rollout.ranks} devices and for "
-                f"{update.ranks} ranks, {placement}, which need {needed} devices; {where} "
-                f"has {hardware.devices_per_host} {unit}: lower a degree"
+                f"{update.ranks} ranks, {placement}, {short}; {where} has {there} {unit}: lower a "
+                "degree"
                 + ("" if placement == "colocated" else ", or set stages.placement=colocated")
             )
-        together = stages.placed.devices(1, 1) > 1
+        players, learners = (hosts_of(each, hardware.hosts) for each in (rollout, update))
+        # Left open, it is on all GPUs.
+        named = stages.at(iteration)[1] is not None or not hardware.gpus
+        fixed = named and "update" not in config.selector.moves
+        if fixed and players > learners and config.cluster.backend != "local":
+            raise ConfigError(
+                f"{key} has engines on {players} hosts and ranks of the update on {learners}: "
+                "weights are published on the hosts of these ranks alone",
+                remedy=f"have {players} replicas of the update or more, or fewer engines",
+            )
+        if hardware.gpus:
+            left_open = [given is None for given in stages.at(iteration)]
+            asked = [None if o else n for o, n in zip(left_open, of_host, strict=True)]
+            placed.check_memory(there, *asked)
+        together = placed.side_by_side and not placed.overlaps(there)
         cores = hardware.cpu_cores * hardware.hosts
         wanted = rollout.threads * rollout.ranks + update.threads * update.ranks
         if together and wanted > max(cores, rollout.ranks + update.ranks):
@@ -190,6 +200,18 @@ def check_devices(config: RunConfig, hardware: Hardware) -> None:
                 f"time under stages.placement {placement}, more than the {cores} CPU "
                 "cores: lower them, or set both to 0"
             )
+
+
+def answers_of_placement(config: RunConfig, hardware: Hardware, iteration: int) -> str:
+    """Return what a placement of the user's own answers in an iteration, so that a plan can be told
+    from one that an older version of it made; empty for one of EARL's."""
+    placed = config.stages.placed
+    if not placed.own:
+        return ""
+    both = configured(config.stages, config.rollout, config.update, hardware, iteration)
+    of_host = [most_on_a_host(each, hardware.hosts) for each in both]
+    cores, there = hardware.cpu_cores, hardware.devices_per_host
+    return placed.answers(there, cores, of_host[0], of_host[1])
 
 
 def layout_problems(

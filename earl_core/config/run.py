@@ -11,11 +11,11 @@ import xxhash
 from pydantic import Field, field_validator, model_validator
 
 from earl_core.algorithms.mismatch import MismatchWatch
-from earl_core.algorithms.policy_losses import POLICY_LOSSES
 from earl_core.config.algorithm import INITIAL, AlgorithmConfig, PenaltyConfig
 from earl_core.config.combinations import (
     check_algorithm,
     check_balance,
+    check_critic,
     check_curriculum,
     check_deal,
     check_drafts,
@@ -23,7 +23,9 @@ from earl_core.config.combinations import (
     check_labels,
     check_sizes,
     check_stream,
+    needs_zero_advantage,
 )
+from earl_core.config.critic import CriticConfig
 from earl_core.config.environment import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -125,6 +127,9 @@ class RunConfig(Settings):
         description="Advantage estimator, policy loss and KL penalty; by default GRPO with PPO's "
         "clipped loss and no KL penalty.",
     )
+    critic: CriticConfig | None = Field(
+        default=None, description="The critic that an estimator such as gae asks; None: none."
+    )
     update: UpdateConfig = Field(
         default=UpdateConfig(),
         description="Optimizer, precision and batch sizes of the policy update.",
@@ -151,8 +156,8 @@ class RunConfig(Settings):
     )
     guard: Guard = Field(
         default="warn",
-        description="Consequence of poisoned rewards and a collapse. off: nobody looks. warn: each "
-        "finding is told. act: episodes are left out, the run becomes cautious, then goes back.",
+        description="Consequence of poisoned rewards and a collapse. off: nobody looks. warn: "
+        "findings are told. act: episodes leave, the run becomes cautious, and goes back.",
     )
     dispatch: DispatchConfig = Field(
         default=DispatchConfig(), description="Shared memory for the data that stages pass on."
@@ -222,8 +227,8 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
-        rollout, update = self.rollout, self.update
-        problem = self._needs_zero_advantage
+        rollout, update, adapter = self.rollout, self.update, self.model.adapter is not None
+        problem = needs_zero_advantage(self.algorithm)
         if problem and update.zero_advantage == "skip":
             raise ValueError(
                 f"update.zero_advantage is `skip`, but {problem}, which gives samples without an "
@@ -233,14 +238,16 @@ class RunConfig(Settings):
         check_guard(self.guard, self.checkpoint.keep_last)
         charged = any(self.penalty(label).coefficient for label in self.played)
         corrected = check_algorithm(self.algorithm, rollout.group_size, charged)
+        sizes, imitates = (self.iterations, rollout.prompts_per_iteration), bool(self.imitation)
+        check_critic(self.critic, self.algorithm, *sizes, adapter=adapter, imitates=imitates)
         weights = {label: self.own_weight(label) for label in self.played}
         check_groups(self.algorithm, rollout, self.reward.unrewarded(weights))
         check_deal(rollout, self.tracking.keep_episodes)
         check_balance(self.algorithm, self.model, rollout)
-        check_drafts(rollout, self.update.deterministic, self.model.adapter is not None)
+        check_drafts(rollout, self.update.deterministic, adapter)
         self.schedule.check(self.iterations, corrected, rollout.prompts_per_iteration)
         if self.schedule.streams:
-            check_stream(rollout, self.imitation is not None)
+            check_stream(rollout, imitates)
         self.stages.check_rollout(rollout.engine, rollout.prompts_per_iteration)
         self.selector.check_rollout(rollout)
         self.selector.check_stages(self.stages, self, self.schedule.staleness)
@@ -375,21 +382,7 @@ class RunConfig(Settings):
     @property
     def skips_zero_advantage(self) -> bool:
         """True when nothing is computed of samples without an advantage."""
-        return self.update.zero_advantage != "compute" and not self._needs_zero_advantage
-
-    @property
-    def _needs_zero_advantage(self) -> str:
-        """The setting by which samples without an advantage may have a gradient; empty: none."""
-        algorithm = self.algorithm
-        if algorithm.kl.placement == "loss":
-            return "algorithm.kl.placement is `loss`"
-        for name in ("entropy_coefficient", "router_aux_loss_coef"):
-            if getattr(algorithm, name):
-                return f"algorithm.{name} is not 0"
-        loss = POLICY_LOSSES.checked(algorithm.policy_loss)
-        if loss is None or loss.zero_without_advantage:
-            return ""
-        return f"algorithm.policy_loss is {algorithm.policy_loss['name']!r}"
+        return self.update.zero_advantage != "compute" and not needs_zero_advantage(self.algorithm)
 
     @property
     def needs_old_logprobs(self) -> bool:

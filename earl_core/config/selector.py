@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.stages import StagesConfig
 from earl_core.deployment.stages import STAGES, Selectable
+from earl_core.system.import_path import is_foreign
 from earl_core.system.settings import Place, Settings
 
 VARIABLE_FIELDS = (
@@ -24,7 +25,7 @@ VARIABLE_FIELDS = (
     "update.logits_chunk_tokens",
     "update.offload_optimizer",
 )
-"""Fields that a choice may move. `reference` follows `update`."""
+"""Fields that a choice may move. `reference` and `critic` follow `update`."""
 
 
 class SelectorConfig(Settings):
@@ -175,6 +176,11 @@ class SelectorConfig(Settings):
             )
         if stages.division.placement == "colocated":
             return
+        if is_foreign(stages.division.placement):
+            raise ValueError(
+                f"stages.placement {stages.placement!r} is one of your own, of which no other "
+                "selector.policy than `fixed` predicts anything: set it to `fixed`"
+            )
         if not staleness or not self._lays_out_all(given):
             raise ValueError(
                 f"stages.placement {stages.placement!r} is for selector.policy `live_tokens` only "

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from earl_core.config.environment import SuiteConfig
 from earl_core.system.files import user_directory
-from earl_core.system.settings import Options, Place, Settings
+from earl_core.system.settings import Options, Place, Settings, WholePath
 
 _HOSTS = re.compile(r"[1-9]\d*(\.\.[1-9]\d*)?")
 
@@ -230,6 +230,12 @@ class TrackingConfig(Settings):
         ge=0,
         description="Largest size of a run's kept episodes; those of the oldest iterations are "
         "removed first.",
+    )
+    redact: WholePath | None = Field(
+        default=None,
+        description="File with rules of redaction for all that leaves the run directory: traces, "
+        "pages, tables, reports, logs; relative to the working directory. The kept episodes stay "
+        "as they are.",
     )
 
 

@@ -63,17 +63,23 @@ set."""
 
 
 def stage_key(
-    config: RunConfig, uid: str, iteration: int, stage: str, inputs: Sequence[str]
+    config: RunConfig,
+    uid: str,
+    iteration: int,
+    stage: str,
+    inputs: Sequence[str],
+    branch: Sequence[Any] = (),
 ) -> str:
-    """sha256 in hex; `inputs` are the data digests of the input manifests, in order."""
-    content = [uid, iteration, stage, list(inputs), stage_settings(config, stage)]
+    """sha256 in hex; `inputs` are the data digests of the input manifests, in order. branch: what
+    `run.branches.Branches.key` says of the stage."""
+    content = [uid, iteration, stage, list(inputs), stage_settings(config, stage), *branch]
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
 
 def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The settings that a stage's result depends on, by dotted name."""
-    # Keys of runs that do not imitate are as they were before there was such a thing.
-    absent = ("imitation",) if config.imitation is None else ()
+    # Keys of runs without such a thing are as they were before there was one.
+    absent = tuple(name for name in ("imitation", "critic") if getattr(config, name) is None)
     names = [name for name in STAGE_SETTINGS[stage_of(stage)] if not name.startswith(absent)]
     whole = config.model_dump(mode="json", include={name.partition(".")[0] for name in names})
     suites = whole.get("evaluation", {}).get("suites", ())
@@ -92,6 +98,9 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         whole["guard"] = "warn"
     # An address decides nothing that is played.
     whole.get("rollout", {}).pop("gateway", None)
+    if config.critic is None and (selector := whole.get("selector")):
+        # As it was before there could be one.
+        selector["stages"] = [each for each in selector["stages"] if each != "critic"]
     if (stages := whole.get("stages", {})).get("placement", "") is None:
         # Its default had a name before the selector could choose another.
         stages["placement"] = "colocated"

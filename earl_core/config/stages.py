@@ -7,10 +7,9 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.deployment.placement import PLACEMENTS, Division, Placement
+from earl_core.deployment.placement import CheckedPlacement, Division, name_problem
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.settings import Settings
-from earl_core.system.similar import meant
 
 
 class _Stage(Settings):
@@ -133,7 +132,8 @@ class StagesConfig(Settings):
         default=None,
         description="colocated: rollout and update use the same devices in turn. separate: each "
         "has devices of its own. shared: both use the same devices at the same time, whose memory "
-        "must hold both. null: colocated, or with schedule.staleness and selector.policy "
+        "must hold both. An import path package.module:object: your own. null: colocated, or with "
+        "schedule.staleness and selector.policy "
         "`live_tokens` as the selector chooses.",
     )
     rollout: RolloutStage | None = Field(
@@ -154,11 +154,8 @@ class StagesConfig(Settings):
     @field_validator("placement")
     @classmethod
     def _known_placement(cls, value: str | None) -> str | None:
-        if value is not None and value not in PLACEMENTS:
-            raise ValueError(
-                f"there is no placement {value!r}: {meant(value, PLACEMENTS)}choose from "
-                f"{', '.join(PLACEMENTS)}"
-            )
+        if value is not None and (problem := name_problem(value)):
+            raise ValueError(problem)
         return value
 
     @field_validator("changes")
@@ -178,8 +175,8 @@ class StagesConfig(Settings):
         return Division(placement=self.placement or "colocated")
 
     @property
-    def placed(self) -> Placement:
-        """Its placement."""
+    def placed(self) -> CheckedPlacement:
+        """Its placement. Raises `ConfigError` for one of one's own that cannot be imported."""
         return self.division.placed
 
     def at(self, iteration: int) -> tuple[StageDeployment | None, StageDeployment | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,17 @@ from earl_core.control.policy_player import PlayedPolicy, find_checkpoint
 from earl_core.run.checkpoints import holding_checkpoint
 from earl_core.run.fork import make_fork
 from earl_core.run.inherited_stages import foreseen
-from earl_core.run.record import config_of_run, given_in, settings_of, stored_config
+from earl_core.run.record import (
+    RunDamaged,
+    config_of_run,
+    given_in,
+    read_record,
+    settings_of,
+    stored_config,
+)
 
 _MODEL = ("path", "from", "builder", "builder_options", "adapter", "chat_template")
+_PLACE = ("name", "runs_directory")
 
 
 @dataclass(frozen=True)
@@ -33,16 +42,23 @@ class ForkPlan:
 
         which: `last`, `best` or the number of an iteration whose checkpoint is there. overrides:
         `a.b=c` on the parent's settings. Raises `ConfigError`, `CheckpointError` for a damaged
-        checkpoint, `RunDamaged` for a run of another format.
+        checkpoint, `RunDamaged` for a run of another format, or whose record is damaged or gone.
         """
         before = stored_config(parent)
+        _check_record(parent)
+        if given := next((each for each in overrides if each.split("=")[0] in _PLACE), None):
+            raise ConfigError(
+                f"{given} is no setting of a fork, which has the name {name} and lies beside its "
+                "parent: leave it out"
+            )
         if which == "initial":
             raise ConfigError(
                 "a fork begins with a checkpoint, and before the first iteration there is none: "
                 f"begin anew with the settings in {parent / 'config.yaml'}"
             )
         begins = find_checkpoint(parent, before, which)
-        place = [f"name={name}", f"runs_directory={parent.parent}"]
+        beside = json.dumps(str(parent.parent), ensure_ascii=False)
+        place = [f"name={name}", f"runs_directory={beside}"]
         settings = config_of_run(parent, [*overrides, *place])
         iteration = int(begins.policy.parent.name)
         _check(before, settings, iteration)
@@ -55,6 +71,14 @@ class ForkPlan:
         assert self.begins.marker is not None, "only the initial model has none"
         with holding_checkpoint(self.begins.marker):
             return make_fork(self.parent, int(self.begins.policy.parent.name), self.settings)
+
+
+def _check_record(parent: Path) -> None:
+    """Raise `RunDamaged` for a run whose record is gone or is not what was written."""
+    try:
+        read_record(parent)
+    except FileNotFoundError:
+        raise RunDamaged(f"{parent} has no run.json: put it back") from None
 
 
 def _check(before: RunConfig, settings: RunConfig, iteration: int) -> None:

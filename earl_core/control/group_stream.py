@@ -341,7 +341,8 @@ class GroupStream:
         groups = self._batches.of(iteration)
         stats = self._tally.end(groups, self._goes_ahead)
         try:
-            rollout_stats.check_failures(stats, self._config.rollout.max_failed_share)
+            acts = self._config.guard == "act"
+            rollout_stats.check_failures(stats, self._config.rollout.max_failed_share, acts)
         except Exception:
             # What broke them may have broken groups of later batches, too.
             self._end_threads()

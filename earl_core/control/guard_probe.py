@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Iterable, Mapping
 
+from earl_core.config import RunConfig
+from earl_core.config.stage_keys import stage_settings
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stages import rows_of
 from earl_core.dispatch import Manifest
@@ -15,6 +18,7 @@ from earl_core.experience.probe_drawing import draw_probe
 from earl_core.guard.decision import Finding
 from earl_core.guard.seen import environment_source, function_source
 from earl_core.run.episodes import EpisodesDamaged
+from earl_core.system.files import canonical_json
 
 logger = logging.getLogger(__name__)
 
@@ -64,21 +68,41 @@ def _drawn(controller: RunController, iteration: int) -> Probe | None:
     kept has ended."""
     config, run = controller.config, controller.run
     with _drawing:
-        if (probe := Probe.read(run.path)) is not None:
+        settings = _settings(config)
+        probe = Probe.read(run.path) or Probe(settings=settings)
+        if probe.settings != settings:
+            # What it was asked before others have answered.
+            probe = Probe(settings=settings, since=iteration)
+            probe.write(run.path)
+        if probe.episodes:
             return probe
-        files = (run.episodes_path(each) for each in range(ended_before(controller, iteration) + 1))
+        ended = ended_before(controller, iteration)
+        files = (run.episodes_path(each) for each in range(probe.since, ended + 1))
         file = next((each for each in files if each.is_file()), None)
         if file is None:
             return None
         try:
-            probe = draw_probe(file, config.seed, iteration)
+            probe.episodes = draw_probe(file, config.seed)
         except (EpisodesDamaged, OSError) as error:
             logger.warning("iteration %d: the guard has no probe: %s", iteration, error)
             return None
+        if not probe.episodes:
+            return None
         probe.write(run.path)
-    text = f"a probe of {len(probe.episodes)} episodes is drawn of {file.parent.name}"
+    text = f"a probe of {len(probe.episodes)} episodes is drawn of iteration {file.parent.name}"
     run.note(iteration, "guard", text)
     return probe
+
+
+def _settings(config: RunConfig) -> str:
+    """A digest of what decides how sources answer."""
+    asked = {
+        "functions": stage_settings(config, "reward"),
+        "played": stage_settings(config, "rollout"),
+    }
+    names = ("reward.functions", "reward.python", "environment", "environments", "seed")
+    kept = [{name: each[name] for name in names if name in each} for each in asked.values()]
+    return hashlib.sha256(canonical_json(kept)).hexdigest()
 
 
 def probe_findings(

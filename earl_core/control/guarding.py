@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,11 +13,14 @@ from earl_core.control.guard_probe import ended_before, probe_findings
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stages import rows_of
 from earl_core.dispatch import Manifest, ManifestError
+from earl_core.environments.real_numbers import invalid_rewards
 from earl_core.guard.decision import Decision, Finding, decision_of
 from earl_core.guard.detectors import Numbers, Settings, detect
 from earl_core.guard.ladder import CONFIRMED, OPEN, Past, decide, last_good
 from earl_core.guard.rewards import reward_findings, seen_bounds, since
 from earl_core.guard.seen import SEEN, Bounds, Seen, environment_source, function_source, numbers_of
+from earl_core.run import RunDirectory
+from earl_core.run.retention import good_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +59,9 @@ def diagnose(
     past = _past(controller, iteration, history)
     seen = seen_in(manifests)
     bounds = bounds_of(controller, iteration) or {}
-    failures = rollout.outputs.get("failures", {})
+    invalid = invalid_rewards(rollout.outputs.get("failures", {}))
     declared = controller.ranges
-    findings = reward_findings(iteration, seen, failures, bounds, declared)
+    findings = reward_findings(iteration, seen, invalid, bounds, declared)
     now = {
         "iteration": iteration,
         **{f"rollout/{name}": value for name, value in rollout.metrics.items()},
@@ -103,28 +106,48 @@ def guard_metrics(manifests: Mapping[str, Manifest]) -> dict[str, float]:
 def kept_for_return(
     controller: RunController, iteration: int, advantage: Manifest | None
 ) -> set[int]:
-    """The checkpoint that a return would need, while something is found."""
-    if controller.config.guard != "act" or advantage is None:
+    """The checkpoints that a return may need: for what is found, and for what has begun already and
+    is found later."""
+    if controller.config.guard != "act":
         return set()
-    past = _past(controller, iteration, _history(controller, iteration))
-    found = last_good(decision_of(advantage), past)
-    return set() if found is None else {found}
+    kept = good_checkpoints(controller.run.stable_iterations())
+    if advantage is not None:
+        past = _past(controller, iteration, _history(controller, iteration))
+        found = last_good(decision_of(advantage), past)
+        kept |= set() if found is None else {found}
+    return kept
 
 
 def _history(controller: RunController, iteration: int) -> list[Numbers]:
     ended = ended_before(controller, iteration)
-    return [line for line in controller.run.metrics() if line["iteration"] <= ended]
+    return [line for line in controller.run.numbers.read() if line["iteration"] <= ended]
+
+
+def found_in(run: RunDirectory, through: int) -> dict[int, Decision]:
+    """The decisions with a finding of the iterations up to one, as far as they can be read."""
+    lines = [each for each in run.numbers.read() if each["iteration"] < through]
+    numbers = [int(each["iteration"]) for each in lines if each.get("guard/findings")]
+    read = _decisions(run, [*numbers[-_READ:], through])
+    return {number: each for number, each in read.items() if each.findings}
+
+
+def _decisions(run: RunDirectory, iterations: Iterable[int]) -> dict[int, Decision]:
+    found = {}
+    for number in iterations:
+        # What cannot be read says nothing.
+        with suppress(ManifestError, ValidationError):
+            decision = decision_of(run.manifest(number, "advantage"))
+            found[number] = decision
+    return found
+
+
+_READ = 50
 
 
 def _past(controller: RunController, iteration: int, history: Sequence[Numbers]) -> Past:
     run, ended = controller.run, ended_before(controller, iteration)
-    earlier = {}
-    for line in history[-OPEN:]:
-        if line.get("guard/findings") or line.get("guard/cautious"):
-            number = int(line["iteration"])
-            # What cannot be read says nothing.
-            with suppress(ManifestError, ValidationError):
-                earlier[number] = decision_of(run.manifest(number, "advantage"))
+    told = (e for e in history[-OPEN:] if e.get("guard/findings") or e.get("guard/cautious"))
+    earlier = _decisions(run, (int(each["iteration"]) for each in told))
     checkpoints = [each for each in run.stable_iterations() if each <= ended]
     lag = controller.config.schedule.staleness
     return Past(earlier, lag, checkpoints, len(run.record.get(_BRANCHES, ())))

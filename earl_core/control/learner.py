@@ -39,7 +39,8 @@ def ensure_learner(
         if learner.version is None and saved is not None:
             _restore(controller, deployment, iteration, saved)
         if learner.version != version:
-            _restore(controller, deployment, iteration, saved_state(controller.run, version))
+            saved = saved_state(controller.run, version, learner.role)
+            _restore(controller, deployment, iteration, saved)
 
 
 def _restore(
@@ -135,7 +136,7 @@ def save_state(
     a checkpoint has it."""
     assert learner.version is not None
     with suppress(StateLost):
-        return saved_state(controller.run, learner.version)
+        return saved_state(controller.run, learner.version, learner.role)
     learner.drop_handoff()
     call_learner(controller, deployment, "save", iteration, directory=str(learner.handoff))
     return learner.handoff

@@ -10,7 +10,7 @@ from pathlib import Path
 from earl_core.cluster.group import Group
 from earl_core.control.worker_groups import WorkerGroups
 from earl_core.run import RunDirectory
-from earl_core.run.checkpoints import HANDOFFS
+from earl_core.run.checkpoints import HANDOFFS, state_path
 
 
 class LearnerHandle:
@@ -39,7 +39,7 @@ class LearnerHandle:
 
     def checkpoint(self, iteration: int) -> Path:
         """Return the folder in which the state after the iteration's update is saved."""
-        return self._run.checkpoint_path(iteration).resolve()
+        return state_path(self._run.checkpoint_path(iteration).resolve(), self.role)
 
     @property
     def handoff(self) -> Path:

@@ -84,7 +84,7 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
         return PlayedPolicy(path, INITIAL_VERSION, "the initial model", newest_engine(run))
     found = stable_checkpoints(run)
     listed = ", ".join(map(str, found)) or "none yet"
-    if not (which in ("last", "best") or which.isdigit()):
+    if not (which in ("last", "best") or which.isdecimal()):
         raise ConfigError(
             "a checkpoint is `last`, `best`, `initial` or the number of an iteration, not "
             f"{which!r}; {run} has {listed}"

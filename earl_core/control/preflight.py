@@ -17,6 +17,7 @@ from earl_core.cluster.host import Cluster, Host
 from earl_core.config import ConfigError, RunConfig, check_references
 from earl_core.config.feasibility import check_devices, check_stages, engines_of_a_host
 from earl_core.config.gateway import check_gateway
+from earl_core.config.redaction import redaction_of
 from earl_core.control.ancestor import Ancestor, beginning
 from earl_core.control.failure_diagnosis import is_loss
 from earl_core.control.hardware import hardware_of
@@ -74,6 +75,7 @@ def preflight(
     preload_ranks(hosts)
     # From here on this process hides what they lead to.
     check_references(config)
+    redaction_of(config)
     suites = config.evaluation.suites
     hardware = hardware_of(hosts, config.cluster.fewest)
     engines = engines_of_a_host(config, hardware)

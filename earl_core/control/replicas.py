@@ -63,7 +63,7 @@ def play_rollout(
     tally = merged(done)
     # A small wave may have a large share of failures: the iteration's is what counts.
     together = merge([[*wave.earlier, tally]])
-    rollout_stats.check_failures(together, config.rollout.max_failed_share)
+    rollout_stats.check_failures(together, config.rollout.max_failed_share, config.guard == "act")
     return {
         "shards": [entry for played in done for entry in played.result["shards"]],
         "outputs": wave.outputs(cursor) | of_probe(played.result for played in done),

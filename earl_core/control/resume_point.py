@@ -10,10 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from earl_core.deployment.stages import taking_part
+from earl_core.config import ConfigError
+from earl_core.deployment.stages import STAGES, taking_part
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
-from earl_core.run.checkpoints import read_state, verify_training_state
+from earl_core.run.checkpoints import read_state, state_path, verify_training_state
 from earl_core.run.policy_versions import INITIAL_VERSION
 from earl_core.system.errors import EarlError
 from earl_core.tensors.errors import CheckpointError
@@ -45,18 +46,26 @@ def resume_point(run: RunDirectory, finished: int = -1) -> ResumePoint:
     return ResumePoint(iteration, next(unsealed, stages[-1]), state)
 
 
-def is_updated(run: RunDirectory, iteration: int, checksums: bool = False) -> bool:
-    """Tell whether the iteration's update is sealed, and its checkpoint there, whole, and that
-    update's.
+def is_covered(run: RunDirectory, iteration: int) -> bool:
+    """Tell whether all that the iteration trains `is_updated`, which STABLE says of it."""
+    stages = taking_part(run.config, run.config.imitates(iteration))
+    return all(is_updated(run, iteration, s.name) for s in stages if s.makes == "state")
+
+
+def is_updated(
+    run: RunDirectory, iteration: int, stage: str = "update", checksums: bool = False
+) -> bool:
+    """Tell whether the iteration's update, or another stage that trains, is sealed, and its state
+    in the checkpoint there, whole, and that update's.
 
     The key tells it from the checkpoint of another attempt at the iteration, whose settings or
     data were others. checksums: read all of its bytes too; whoever loads them does in any case.
     """
-    directory = run.checkpoint_path(iteration)
+    directory = state_path(run.checkpoint_path(iteration), STAGES[stage].role)
     if not directory.is_dir():
         return False
     try:
-        update = run.manifest(iteration, "update")
+        update = run.manifest(iteration, stage)
         state = verify_training_state(directory) if checksums else read_state(directory)["state"]
     except ManifestError:
         return False
@@ -66,8 +75,9 @@ def is_updated(run: RunDirectory, iteration: int, checksums: bool = False) -> bo
     return bool(state.get("key") == update.key)
 
 
-def saved_state(run: RunDirectory, version: int) -> Path | None:
-    """The checkpoint that holds this policy version, STABLE or not; None for the initial model's.
+def saved_state(run: RunDirectory, version: int, role: str = "update") -> Path | None:
+    """The state of a role that trains, in the checkpoint that holds this policy version, STABLE or
+    not; None for the initial model's.
 
     Raises `StateLost` when there is none: the missing iterations come first.
     """
@@ -75,10 +85,16 @@ def saved_state(run: RunDirectory, version: int) -> Path | None:
         return None
     iteration = run.versions.maker(version)
     if iteration is None or not (
-        iteration in run.stable_iterations() or is_updated(run, iteration)
+        iteration in run.stable_iterations() or is_updated(run, iteration, role)
     ):
         raise StateLost(
             f"policy version {version} is needed, but neither the learner nor a checkpoint "
             "holds it: resume the run, which repeats what is missing"
         )
-    return run.checkpoint_path(iteration).resolve()
+    path = state_path(run.checkpoint_path(iteration).resolve(), role)
+    if not path.is_dir():
+        raise ConfigError(
+            f"the checkpoint {path.parent} has no state of the {role}, which the run was without "
+            "then: take the settings back, or begin a new run from it (model.from)"
+        )
+    return path

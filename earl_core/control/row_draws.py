@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from earl_core.rollout.mixture import Draw
 from earl_core.rollout.row_curriculum import Posterior, Results, horizon, results_of
 from earl_core.run import RunDirectory
+from earl_core.run.branches import numbered
+from earl_core.system.errors import EarlError
 
 _Stamp = tuple[int, int, int] | None
 
@@ -17,7 +22,8 @@ class RowDraws:
 
     Rows of iteration k follow from the rewards of iterations up to k - 1 - staleness, which are
     sealed whenever its episodes may begin. Nothing else is kept: whoever goes on with the run, or
-    goes back, finds the same. counts: of rows, by the labels of environments with a curriculum.
+    goes back, finds the same; in a branch, other rows, and none of those that it leaves out.
+    counts: of prompts, by the labels of the environments that know how many they have.
     """
 
     def __init__(self, run: RunDirectory, counts: Mapping[str, int]) -> None:
@@ -30,17 +36,25 @@ class RowDraws:
         """The rows of these prompts of an iteration, and metrics of them.
 
         began: the first of the iteration's prompts, by label. No row comes twice in an iteration
-        that plays no more than there are; else all come again in the same order.
+        that plays no more than there are; else all come again in the same order. Raises
+        `EarlError` where the branch leaves out all that there are.
         """
-        played = {label for label, _ in draws} & self._counts.keys()
+        played = {label for label, _ in draws} & self._run.config.row_curricula.keys()
         known = {label: self._posterior(iteration, label) for label in sorted(played)}
-        seed = self._run.config.seed
-        rankings = {label: each.ranking(seed, iteration, label) for label, each in known.items()}
+        seed = self._run.branches.seed(self._run.config.seed, iteration)
+        without = self._run.branches.left_out(iteration)
+        self._check_some_left(without)
+        rankings = {
+            label: self._ranked(label, each.ranking(seed, iteration, label), without)
+            for label, each in known.items()
+        }
         rows = []
         for label, prompt in draws:
             if label in rankings:
                 place = (prompt - began.get(label, 0)) % len(rankings[label])
                 prompt = int(rankings[label][place])
+            elif label in without:
+                prompt = numbered(prompt, without[label], self._counts.get(label, 0))
             rows.append((label, prompt))
         metrics = {}
         for label, posterior in known.items():
@@ -49,6 +63,23 @@ class RowDraws:
             metrics[f"{of}/known_share"] = posterior.known
             metrics[f"{of}/expected_success"] = posterior.expected(chosen)
         return rows, metrics
+
+    def _ranked(
+        self, label: str, rows: npt.NDArray[np.int64], without: Mapping[str, frozenset[int]]
+    ) -> npt.NDArray[np.int64]:
+        out = [number % self._counts[label] for number in without.get(label, ())]
+        return rows[~np.isin(rows, out)] if out else rows
+
+    def _check_some_left(self, without: Mapping[str, frozenset[int]]) -> None:
+        for label, numbers in without.items():
+            count = self._counts.get(label, 0)
+            if count and len({number % count for number in numbers}) == count:
+                named = f" of {label}" if label else ""
+                raise EarlError(
+                    f"the branches of {self._run.path} leave out all {count} prompts{named}: put "
+                    "the data set right, and begin a run with the weights of a checkpoint (earl "
+                    "train CONFIG --from RUN@N)"
+                )
 
     def _posterior(self, iteration: int, label: str) -> Posterior:
         memory = self._run.config.row_curricula[label].memory

@@ -55,7 +55,7 @@ from earl_core.run.checkpoints import unmeasured_gates
 from earl_core.run.episodes import EpisodeKeeper
 from earl_core.run.past_lengths import PastLengths
 from earl_core.run.record import SOFTWARE
-from earl_core.run.recovery import take_newest_whole
+from earl_core.run.recovery import complete_return, take_newest_whole
 from earl_core.run.retention import kept_weights
 from earl_core.run.run_stores import sweep_unneeded
 from earl_core.run.staleness import note_change
@@ -76,6 +76,10 @@ class HostsChanged(EarlError):
     def __init__(self, message: str, iteration: int) -> None:
         super().__init__(message)
         self.iteration = iteration
+
+
+class BranchBegun(EarlError):
+    """The run goes back: what goes on has to open it again."""
 
 
 class RunTracker(Protocol):
@@ -136,7 +140,9 @@ class RunController:
         hardware = figures_for(run.config.selector, found.hardware, hosts)
         self.hardware = with_network(hardware, hosts, fetch_bandwidth(run, peers))
         where, told = (run.config, run.path, run.logs, self.hardware), self.listener
-        self.groups = WorkerGroups(*where, told, self.next_iteration, hosts, peers, here, run.note)
+        self.groups = WorkerGroups(
+            *where, told, self.next_iteration, hosts, peers, here, run.note, run.branches
+        )
         self.learners = {role: LearnerHandle(role, run, self.groups) for role in TRAINED}
         self.followed: DeploymentPlan | None = None
         self.turns = EngineTurns()
@@ -299,6 +305,8 @@ class RunController:
             self._held.callback(self.episodes.settle)
             self._held.callback(self.groups.close)
             self.stream.close()
+        for text in self.run.redaction.told():
+            logger.warning("%s", text)
 
 
 def open_controller(
@@ -328,6 +336,7 @@ def _opened(config: RunConfig, listener: Progress, here: bool) -> RunController:
         with held_ancestor(config) as ancestor, held_teachers(config) as teachers:
             found = preflight(config, cluster, ancestor, teachers)
             found.precision.tell(lambda text: listener("precision", 0, {"chosen": text}))
+            complete_return(Path(config.runs_directory) / config.name)
             take_newest_whole(Path(config.runs_directory) / config.name)
             found.policy.tell(lambda text: listener("select", 0, {"chosen": text}))
             run = opened.enter_context(closing(RunDirectory.open(found.policy.config)))
@@ -352,7 +361,7 @@ def close_controller(controller: RunController, failure: BaseException | None = 
 def _ending(controller: RunController, failure: BaseException | None) -> tuple[str, Status]:
     if controller.stop_requested.is_set():
         return "interrupted", "KILLED"
-    if isinstance(failure, HostsChanged):
+    if isinstance(failure, HostsChanged | BranchBegun):
         return f"opened again: {failure}", "KILLED"
     return ("ended", "FINISHED") if failure is None else ("failed", "FAILED")
 

@@ -44,7 +44,8 @@ def need_of(config: RunConfig) -> Need:
     """
     model, rollout = Path(config.initial_model.path), config.rollout
     positions = read_model_shape(model).max_positions
-    columns = sum((config.needs_reference, config.needs_old_logprobs, config.schedule.streams))
+    further = (config.needs_reference, config.critic is not None, config.needs_old_logprobs)
+    columns = sum((*further, config.schedule.streams))
     tokens = min(rollout.max_model_len or positions, positions)
     episodes = rollout.episodes_per_iteration * rollout.most_waves
     routing = routing_bytes(config)
@@ -53,18 +54,23 @@ def need_of(config: RunConfig) -> Need:
     kept = samples * (config.checkpoint.every + config.schedule.staleness)
     if config.schedule.replay is not None:
         kept += _replayed_bytes(config, config.schedule.replay, tokens, routing)
-    if config.model.adapter is not None:
-        version = pairs_bytes(config.initial_model, rollout.dtype)
-    else:
-        version = published_bytes(model, rollout.dtype)
-    return Need(version, kept, config.schedule.versions)
+    return Need(version_bytes(config), kept, config.schedule.versions)
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Return the bytes of a published version of the weights, or of the adapter's pairs. Raises
+    `ConfigError` for a model that is not there."""
+    model, dtype = config.initial_model, config.rollout.dtype
+    if model.adapter is not None:
+        return pairs_bytes(model, dtype)
+    return published_bytes(Path(model.path), dtype)
 
 
 def _replayed_bytes(config: RunConfig, replay: ReplayConfig, tokens: int, routing: int) -> int:
     """Return the bytes that the run keeps because groups are trained again: what engines have
     sampled, and the new columns of such groups until a checkpoint covers them."""
     size, prompts = config.rollout.group_size, config.rollout.prompts_per_iteration
-    scores = sum((config.needs_reference, config.needs_old_logprobs))
+    scores = sum((config.needs_reference, config.critic is not None, config.needs_old_logprobs))
     sampled = prompts * size * tokens * (_SAMPLED_BYTES + _MORE_BYTES + routing)
     again = replay.groups(prompts) * size * tokens * _MORE_BYTES * (1 + scores)
     return sampled * replay.max_age + again * config.checkpoint.every

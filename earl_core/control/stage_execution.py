@@ -25,7 +25,7 @@ from earl_core.control.failure_diagnosis import (
 from earl_core.control.resume_point import is_updated
 from earl_core.control.run_controller import RunController, Verdict
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
-from earl_core.deployment.stages import PLAYED, STAGES, rows_of, stage_of
+from earl_core.deployment.stages import PLAYED, STAGES, TRAINED, rows_of, stage_of
 from earl_core.dispatch import Manifest
 from earl_core.experience.alike_groups import TRAINED_EPISODES
 from earl_core.run import stage_key
@@ -220,7 +220,7 @@ class StageWatch:
         budget."""
         config, gpus = self._controller.config, self._controller.hardware.gpus
         smaller = gpus > 0 and config.update.max_tokens_per_microbatch is None
-        return self._stage in config.selector.moves or (self._stage == "update" and smaller)
+        return self._stage in config.selector.moves or (self._stage in TRAINED and smaller)
 
     @contextmanager
     def timing_switch(self) -> Iterator[None]:
@@ -296,7 +296,7 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
     if known is not None and makes == "state":
         learner = controller.learners[STAGES[stage].role]
         held = learner.version == controller.run.versions.update(iteration).made
-        if not held and not is_updated(controller.run, iteration, checksums=True):
+        if not held and not is_updated(controller.run, iteration, stage, checksums=True):
             known = None
     if known is not None and makes == "weights" and not weights_exist(controller, known):
         known = None
@@ -310,7 +310,9 @@ def judge(controller: RunController, iteration: int, stage: str, inputs: Sequenc
 
 def key_of(controller: RunController, iteration: int, stage: str, inputs: Sequence[str]) -> str:
     """The key that this stage's sealed manifest must carry to count as finished."""
-    return stage_key(controller.config, key_uid(controller.run.record), iteration, stage, inputs)
+    run = controller.run
+    branch = run.branches.key(iteration, stage_of(stage))
+    return stage_key(controller.config, key_uid(run.record), iteration, stage, inputs, branch)
 
 
 def weights_exist(controller: RunController, manifest: Manifest) -> bool:

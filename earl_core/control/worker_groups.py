@@ -23,10 +23,11 @@ from earl_core.cluster.in_process import InProcessGroup
 from earl_core.cluster.worker_group import WorkerGroup
 from earl_core.config import RunConfig
 from earl_core.control.worker_environment import worker_environment
-from earl_core.deployment.placement import Assignment, Division, Place, spread
+from earl_core.deployment.placement import Division, Place, spread
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
 from earl_core.deployment.stages import PLACED, ROLES
+from earl_core.run.branches import Branches
 from earl_core.run.worker import Peers
 from earl_core.system.errors import Cancelled
 
@@ -85,8 +86,8 @@ class WorkerGroups:
     directory: the run's. listener: told what starts. next_iteration: the one that calls outside of
     a stage belong to. hosts: where ranks run; none: this machine. peers: for who reads shards.
     here: have all in this process and the callers' threads, for a debugger. note: keeps an event of
-    an iteration and a stage. `rebuilt`: groups that were lost between two calls, by iteration.
-    `division`: of the devices, by which groups have their places.
+    an iteration and a stage. branches: the run's. `rebuilt`: groups that were lost between two
+    calls, by iteration. `division`: of the devices, by which groups have their places.
     """
 
     def __init__(
@@ -101,18 +102,17 @@ class WorkerGroups:
         peers: Peers = Peers(),  # noqa: B008  (it cannot change)
         here: bool = False,
         note: Callable[[int, str, str], None] = lambda iteration, stage, event: None,
+        branches: Branches = Branches(),  # noqa: B008  (it cannot change)
     ) -> None:
-        self.hardware = hardware
+        self.hardware, self._note = hardware, note
         self.rebuilt: Counter[int] = Counter()
-        self._note = note
         self.stop_requested = threading.Event()
         self._config, self._directory, self._logs = config, directory, logs
         self.division, self._settings = config.stages.division, config.model_dump(mode="json")
         self._listener = listener
         self._next_iteration = next_iteration
         self._hosts = hosts or local_hosts(1)
-        self._peers = peers
-        self._here = here
+        self._of_run, self._here = {"peers": list(peers), "branches": branches.dump()}, here
         self._closing = False
         self._groups: dict[Member, Group] = {}
         self._places: dict[Member, tuple[Place, ...]] = {}
@@ -137,7 +137,7 @@ class WorkerGroups:
             if kept and key in self._groups and not self._groups[key].alive:
                 return self._groups[key]
             self._make_room(role, deployment)
-            places = self._place(role, deployment, member)
+            places = self._place(deployment, member)
             if role == "rollout":
                 # An engine does not change when others come and go.
                 deployment = deployment._replace(replicas=1)
@@ -186,7 +186,7 @@ class WorkerGroups:
             "arguments": {
                 "config": self._settings,
                 "run_directory": str(self._directory),
-                "peers": list(self._peers),
+                **self._of_run,
             },
         }
         hosts = [self._hosts[number] for number, _ in places]
@@ -211,12 +211,9 @@ class WorkerGroups:
         if self._closing or self.stop_requested.is_set():
             raise Cancelled("the run was asked to stop")
 
-    def _place(self, role: str, deployment: StageDeployment, member: int) -> tuple[Place, ...]:
+    def _place(self, deployment: StageDeployment, member: int) -> tuple[Place, ...]:
         resources = [host.resources for host in self._hosts]
-        placed = spread(self.division.placed, deployment, member, resources)
-        if role not in PLACED:
-            return tuple((host, Assignment()) for host, _ in placed)
-        return placed
+        return spread(self.division.placed, deployment, member, resources)
 
     def _make_room(self, role: str, deployment: StageDeployment) -> None:
         """Have other roles give back the devices' memory that this one is about to use."""

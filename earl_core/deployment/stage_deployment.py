@@ -15,6 +15,8 @@ from pydantic_core.core_schema import (
     plain_serializer_function_ser_schema,
 )
 
+from earl_core.deployment.stages import TRAINED
+
 Degree = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
 
@@ -147,7 +149,7 @@ def move_between(before: StageDeployment, after: StageDeployment) -> Move:
     if before.stage == "rollout":
         limited = before._replace(max_running_requests=after.max_running_requests)
         return "settings" if limited == after else "rebuild"
-    if before.stage != "update" or before.ranks != after.ranks:
+    if before.stage not in TRAINED or before.ranks != after.ranks:
         return "rebuild"
     moved = ("axes", "expert_parallel", "offload_optimizer")
     same = all(getattr(before, name) == getattr(after, name) for name in moved)

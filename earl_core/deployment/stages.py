@@ -31,6 +31,10 @@ class Role:
     prepare: str = ""
 
 
+def _with_a_model(name: str, target: str) -> Role:
+    return Role(name, f"earl_core.learner.{target}", "training", "offload", "reload")
+
+
 ROLES: Mapping[str, Role] = {
     role.name: role
     for role in (
@@ -44,20 +48,9 @@ ROLES: Mapping[str, Role] = {
         ),
         Role("demonstrations", "earl_core.imitation.demonstration_worker:DemonstrationWorker"),
         Role("experience", "earl_core.experience.experience_worker:ExperienceWorker"),
-        Role(
-            "reference",
-            "earl_core.learner.model_worker:ReferenceWorker",
-            placed="training",
-            release="offload",
-            restore="reload",
-        ),
-        Role(
-            "update",
-            "earl_core.learner.update_worker:LearnerWorker",
-            placed="training",
-            release="offload",
-            restore="reload",
-        ),
+        _with_a_model("reference", "model_worker:ReferenceWorker"),
+        _with_a_model("update", "update_worker:LearnerWorker"),
+        _with_a_model("critic", "critic_worker:CriticWorker"),
         Role("model", "earl_core.models.builder:ModelBuilder"),
         Role("environment", "earl_core.environments.hosting.check:Check"),
     )
@@ -70,10 +63,11 @@ PLACED = tuple(role.name for role in ROLES.values() if role.placed)
 TRAINING = tuple(role.name for role in ROLES.values() if role.placed == "training")
 """Roles with a place that hold a model of the learner's."""
 
-Selectable = Literal["rollout", "reference", "update"]
+Selectable = Literal["rollout", "reference", "critic", "update"]
 """A stage whose deployment is a choice."""
 
-SELECTABLE: tuple[str, ...] = get_args(Selectable)
+SELECTABLE: tuple[str, ...] = (*get_args(Selectable), "value")
+"""Stages that are laid out, measured and predicted: `value` always in the critic's ranks."""
 
 WEIGHTS = "weights"
 """Among what a stage reads: the published weights that its iteration starts from."""
@@ -91,9 +85,11 @@ class Stage:
     stage is selectable, that says whether it takes part; empty: it always does. scores: it is a
     forward pass of the update's model alone, laid out as the update is unless the choice is its
     own. joins: the attribute of a configuration, and of the selection's input, that says whether
-    the ranks of the update do it, which hold its model then; empty: they never do. imitates,
-    streams: whether it is of iterations that imitate, or of runs whose groups are sealed one by
-    one; None: of both. told_as: the stage under whose name its metrics are told; empty: its own.
+    the ranks of the update do it, which hold its model then; empty: they never do. learnt_by: the
+    stage whose result of the iteration before it computes with, and its key covers; empty: none.
+    imitates, streams: whether it is of iterations that imitate, or of runs whose groups are sealed
+    one by one; None: of both. told_as: the stage under whose name its metrics are told; empty: its
+    own.
     """
 
     name: str
@@ -104,6 +100,7 @@ class Stage:
     optional: str = ""
     scores: bool = False
     joins: str = ""
+    learnt_by: str = ""
     imitates: bool | None = None
     streams: bool | None = None
     told_as: str = ""
@@ -172,6 +169,19 @@ _ROLLED_OUT = (
 )
 """Settings that decide an iteration's episodes."""
 
+_OPTIMIZER = (
+    "update.schedule",
+    "update.warmup_iterations",
+    "update.weight_decay",
+    "update.beta1",
+    "update.beta2",
+    "update.epsilon",
+    "update.max_grad_norm",
+    "update.epochs",
+    "update.minibatches",
+)
+"""Settings of optimizer steps, whatever is trained, but for the rate."""
+
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (
@@ -185,6 +195,7 @@ STAGES: Mapping[str, Stage] = {
                 "selector",
                 "model.path",
                 "model.adapter",
+                "critic",
             ),
             makes="plan",
         ),
@@ -239,6 +250,16 @@ STAGES: Mapping[str, Stage] = {
             imitates=False,
         ),
         Stage(
+            "value",
+            "critic",
+            reads=("rollout", "collect"),
+            settings=("model.path", "update.precision", "algorithm.advantage"),
+            optional="critic",
+            scores=True,
+            learnt_by="critic",
+            imitates=False,
+        ),
+        Stage(
             "reward",
             "experience",
             reads=("rollout", "collect"),
@@ -248,7 +269,7 @@ STAGES: Mapping[str, Stage] = {
         Stage(
             "advantage",
             "experience",
-            reads=("rollout", "collect", "reward", "reference"),
+            reads=("rollout", "collect", "reward", "reference", "value"),
             settings=("algorithm.advantage", "algorithm.kl", "environments.kl", "guard"),
             imitates=False,
         ),
@@ -265,20 +286,28 @@ STAGES: Mapping[str, Stage] = {
                 "rollout.temperature",
                 "update.precision",
                 "update.learning_rate",
-                "update.schedule",
-                "update.warmup_iterations",
-                "update.weight_decay",
-                "update.beta1",
-                "update.beta2",
-                "update.epsilon",
-                "update.max_grad_norm",
-                "update.epochs",
-                "update.minibatches",
+                *_OPTIMIZER,
+                "critic.warmup_iterations",
                 "imitation.iterations",
                 "imitation.learning_rate",
                 "imitation.minibatches",
             ),
             makes="state",
+        ),
+        Stage(
+            "critic",
+            "critic",
+            reads=("rollout", "collect", "value", "advantage"),
+            settings=(
+                "seed",
+                "critic",
+                "algorithm.advantage",
+                "update.precision",
+                *_OPTIMIZER,
+            ),
+            makes="state",
+            optional="critic",
+            imitates=False,
         ),
         Stage("publish", "update", reads=("update",), settings=("rollout.dtype",), makes="weights"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -34,8 +35,14 @@ _NO_NUMBER = re.compile(r"must (be|return) a finite number")
 
 
 def is_no_number(failure: str) -> bool:
-    """Tell whether what a failed call says is that its number was NaN, infinite or too large."""
+    """Tell whether what a failed call says is that its number was none, NaN, infinite or too
+    large."""
     return _NO_NUMBER.search(failure) is not None
+
+
+def invalid_rewards(failures: Mapping[str, int]) -> int:
+    """Count the failures whose number was none. failures: how often by what they say."""
+    return sum(count for said, count in failures.items() if is_no_number(said))
 
 
 def checked_number(what: str, value: Any) -> float:

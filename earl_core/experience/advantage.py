@@ -207,6 +207,7 @@ class _Part:
             order = played.token_order
             turns = _turns(batch, rows, played, compared) if estimator.turn_level else None
         penalties, bounded = charge(batch, rows, trained)
+        values = _of_tokens(batch, "values", rows, trained) if estimator.needs_values else None
         rewards = batch.scalars("reward")[members[parts.first]]
         if parts.named:
             totals = [batch.row("turn_totals", row).sum(dtype=np.float64) for row in members]
@@ -226,6 +227,7 @@ class _Part:
                 counts,
                 None if penalties is None else penalties[order],
                 turns,
+                None if values is None else values[order],
             ),
             bounded=bounded,
         )
@@ -264,20 +266,22 @@ def _penalties(
     if kl.placement != "reward":
         return None, None
     estimator = KL_ESTIMATORS.build(kl.estimator)
-
-    def joined(name: str) -> np.ndarray:
-        parts = [batch.row(name, int(row))[at] for row, at in zip(rows, trained, strict=True)]
-        return np.concatenate([np.empty(0), *parts])
-
     each: float | np.ndarray = kl.coefficient
     if coefficient is not None:
         labels = batch.strings("environment")
         of_row = [coefficient(labels[row]) for row in rows.tolist()]
         each = np.repeat(np.array(of_row, dtype=np.float64), [len(at) for at in trained])
-    both = joined("rollout_logprobs"), joined("reference_logprobs")
+    names = "rollout_logprobs", "reference_logprobs"
+    both = [_of_tokens(batch, name, rows, trained) for name in names]
     bounded = estimator.bounded(*both)
     # Nobody need have scored what costs nothing.
     return each * estimator.values(*both), None if bounded is None else bounded * (each > 0)
+
+
+def _of_tokens(batch: Batch, name: str, rows: np.ndarray, trained: list[np.ndarray]) -> np.ndarray:
+    """A column's numbers at the rows' trained positions, float64, row after row."""
+    parts = [batch.row(name, int(row))[at] for row, at in zip(rows, trained, strict=True)]
+    return np.concatenate([np.empty(0), *parts])
 
 
 def _bounded(parts: list[_Part]) -> dict[str, float]:

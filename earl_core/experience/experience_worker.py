@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ import pyarrow as pa
 
 from earl_core.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from earl_core.algorithms.moments import RankStatistics
+from earl_core.config import RunConfig
 from earl_core.dispatch import Batch, Manifest
-from earl_core.dispatch.reads.plan import Layout, plan_rows
+from earl_core.dispatch.reads.plan import DispatchPlan, Layout, plan_rows
 from earl_core.dispatch.reads.sources import join, sample_ids
 from earl_core.dispatch.shards.manifest import ShardEntry
 from earl_core.experience.advantage import advantage_rows, advantage_statistics
@@ -63,18 +65,16 @@ class ExperienceWorker(RunWorker):
         probe: Places | None = None,
     ) -> dict[str, Any]:
         """Rewards of the rank's episodes in the rollout manifest; `scores`, a dumped `ScoreTally`;
-        `roles`, dumped `RoleMoments`;
-        for a curriculum `returns`, a dumped `GroupReturns` of each environment, and `rows`, as
-        `row_results`; `groups`, dumped
-        `JudgedGroups`, where groups that score alike leave the batch; `guard`, a dumped `Seen` of
-        each source, where there are `bounds`; `probe`, a dumped `Asked` in the first rank.
+        `roles`, dumped `RoleMoments`; for a curriculum `returns`, a dumped `GroupReturns` of each
+        environment, and `rows`, as `row_results`; `groups`, dumped `JudgedGroups`, where groups
+        that score alike leave the batch; `guard`, a dumped `Seen` of each source, where there are
+        `bounds`; `probe`, a dumped `Asked` in the first rank.
 
         shards_of: the name that the shards begin with. before: episodes that the iteration has
         scored already, among which failures count. scored: references to rewards of earlier
         iterations, whose scores groups that are trained again keep; what functions could not score
         in its own iteration is not asked for again. bounds: of what sources can give; None: nobody
-        looks. probe: what functions score again. Raises as `Scorer.score` does.
-        """
+        looks. probe: what functions score again. Raises as `Scorer.score` does."""
         started, settings = time.perf_counter(), self._config.reward
         given, tally, scores = None, ScoreTally(), Scores()
         rollout = self._manifests(manifests)[0]
@@ -101,9 +101,7 @@ class ExperienceWorker(RunWorker):
             of_rows = row_results(batch, rows, self._config.row_curricula, old)
             without = {g: each for g, each in group_rewards(batch, rows).items() if g not in old}
             of_roles = RoleMoments.of(role_returns(batch, rows, old) or {"": without})
-            seen = {}
-            if bounds is not None:
-                seen = seen_rewards(batch, given, scores.invalid, bounds, old)
+            seen = {} if bounds is None else seen_rewards(batch, given, scores.invalid, bounds, old)
             groups: dict[str, Any] = {}
             if self._config.rollout.filters_groups:
                 every = role_returns(batch, rows).values() or [group_rewards(batch, rows)]
@@ -116,11 +114,15 @@ class ExperienceWorker(RunWorker):
         scores_and_roles = {"scores": dumped, "roles": of_roles.model_dump(mode="json")}
         learnt_of = {"returns": returns, "rows": of_rows, "groups": groups}
         told = {SEEN: {source: each.model_dump(mode="json") for source, each in seen.items()}}
-        if probe and self._context.rank == 0:
-            probed = probed_episodes(self._run_directory, probe)
-            answers = await self._unless_cancelled(self._scorer.ask_again(probed))
-            told[PROBE] = answers.model_dump(mode="json")
-        return {**result, **scores_and_roles, **learnt_of, **told}
+        return {**result, **scores_and_roles, **learnt_of, **told, **await self._asked(probe)}
+
+    async def _asked(self, probe: Places | None) -> dict[str, Any]:
+        """What functions answer to the probe, in the first rank."""
+        if not probe or self._context.rank:
+            return {}
+        probed = probed_episodes(self._run_directory, probe)
+        answers = await self._unless_cancelled(self._scorer.ask_again(probed))
+        return {PROBE: answers.model_dump(mode="json")}
 
     def _known_scores(
         self, rollout: Manifest, scored: Sequence[dict[str, Any]]
@@ -146,27 +148,33 @@ class ExperienceWorker(RunWorker):
         """End the processes of the reward functions."""
         await self._scorer.close()
 
-    def _coefficient(self, label: str) -> float:
+    def _coefficient(self, label: str, factor: float) -> float:
         """The KL coefficient of an environment's episodes in this iteration."""
-        return self._config.penalty(label).at(self._context.iteration or 0)
+        return factor * self._config.penalty(label).at(self._context.iteration or 0)
 
     def advantage_statistics(
-        self, manifests: list[dict[str, Any]], quarantined: Sequence[int] = ()
+        self,
+        manifests: list[dict[str, Any]],
+        quarantined: Sequence[int] = (),
+        kl_factor: float = 1.0,
     ) -> dict[str, Any]:
         """Compute the statistics of this rank's episodes that `advantage` needs in every rank;
         arguments as there."""
         algorithm = self._config.algorithm
+        coefficient = partial(self._coefficient, factor=kl_factor)
         with self._open(manifests, quarantined) as batch:
-            return advantage_statistics(batch, algorithm, self._coefficient).model_dump()
+            return advantage_statistics(batch, algorithm, coefficient).model_dump()
 
     def advantage(
         self,
         manifests: list[dict[str, Any]],
         statistics: dict[str, Any],
         quarantined: Sequence[int] = (),
+        kl_factor: float = 1.0,
     ) -> dict[str, Any]:
         """Advantages from the rollout's, the reward's and, if given, the reference's manifest.
-        statistics: those of all ranks, merged. quarantined: ids of episodes that have left."""
+        statistics: those of all ranks, merged. quarantined: ids of episodes that have left.
+        kl_factor: of the KL coefficients in the reward."""
         started = time.perf_counter()
         with self._open(manifests, quarantined) as batch:
             if not len(batch):
@@ -175,7 +183,7 @@ class ExperienceWorker(RunWorker):
                 batch,
                 self._config.algorithm,
                 RankStatistics.model_validate(statistics),
-                self._coefficient,
+                partial(self._coefficient, factor=kl_factor),
             )
         if not metrics["episodes_kept"]:
             return self._result([], metrics, tokens, started)
@@ -202,22 +210,13 @@ class ExperienceWorker(RunWorker):
         rank, ranks = self._context.rank, self._context.world_size
         rows = np.setdiff1d(sample_ids(parsed[0]), left_out_rows(parsed[0]))
         units = rows >> SAMPLE_BITS
-        estimator = ADVANTAGE_ESTIMATORS.build(self._config.algorithm.advantage)
-        if ranks > 1 and (estimator.needs_groups or self._config.curriculum):
+        if ranks > 1 and keeps_groups(self._config):
             everyone = Layout(ranks_per_replica=ranks, hosts=self._hosts)
             groups = join(parsed[:1], ("group_id",), rows)
             with self._shards.open(plan_rows(groups, everyone), rank) as batch:
                 units = batch.scalars("group_id")
-        layout = Layout(data_parallel=ranks, hosts=self._hosts, keep_groups=True)
-        plan = plan_rows(join(parsed[:1], rows=rows), layout, groups=units)
-        for rewards in (manifest for manifest in parsed if manifest.stage == "reward"):
-            # Others could not be scored, or are not to be believed.
-            kept = np.isin(plan.sources.rows, sample_ids(rewards))
-            kept &= ~np.isin(plan.sources.rows >> SAMPLE_BITS, quarantined)
-            sources = plan.sources.take(np.flatnonzero(kept))
-            plan = replace(plan, sources=sources, owner=plan.owner[kept])
-        sources = join(parsed, rows=plan.sources.rows)
-        return self._shards.open(replace(plan, sources=sources), rank)
+        plan = episodes_plan(parsed, rows, units, self._hosts, quarantined)
+        return self._shards.open(plan, rank)
 
     def _result(
         self, shards: list[ShardEntry], metrics: dict[str, float], weight: int, started: float
@@ -228,3 +227,33 @@ class ExperienceWorker(RunWorker):
             "metrics": {**metrics, "seconds": seconds, **self._shards.spent()},
             "weight": weight,
         }
+
+
+def keeps_groups(config: RunConfig) -> bool:
+    """Tell whether an estimator or the curriculum compares the episodes of a group."""
+    estimator = ADVANTAGE_ESTIMATORS.build(config.algorithm.advantage)
+    return estimator.needs_groups or bool(config.curriculum)
+
+
+def episodes_plan(
+    manifests: Sequence[Manifest],
+    rows: np.ndarray,
+    units: np.ndarray,
+    hosts: tuple[str, ...],
+    quarantined: Sequence[int] = (),
+) -> DispatchPlan:
+    """Plan the rows, all columns, that each rank works on; as `ExperienceWorker` says.
+
+    manifests: the rollout's first. rows: int64 sample_ids that are trained on. units: int64, what
+    of each row is on one rank, its episode or its group. hosts: of the ranks.
+    quarantined: ids of episodes that have left.
+    """
+    layout = Layout(data_parallel=len(hosts), hosts=hosts, keep_groups=True)
+    plan = plan_rows(join(manifests[:1], rows=rows), layout, groups=units)
+    for rewards in (manifest for manifest in manifests if manifest.stage == "reward"):
+        # Others could not be scored, or are not to be believed.
+        kept = np.isin(plan.sources.rows, sample_ids(rewards))
+        kept &= ~np.isin(plan.sources.rows >> SAMPLE_BITS, quarantined)
+        sources = plan.sources.take(np.flatnonzero(kept))
+        plan = replace(plan, sources=sources, owner=plan.owner[kept])
+    return replace(plan, sources=join(manifests, rows=plan.sources.rows))

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from earl_core.system.files import canonical_json, read_file, write_atomic
 
@@ -61,13 +61,15 @@ class ProbedEpisode(BaseModel):
 
 
 class Probe(BaseModel):
-    """drawn: the iteration that asks for all of it. off: sources that are asked no more; None: they
+    """settings: a digest of those of the sources. since: the first iteration that had them.
+    episodes: none before one of these has ended. off: sources that are asked no more; None: they
     have yet to be asked. slow: sources that are asked less."""
 
     model_config = ConfigDict(extra="forbid")
 
-    drawn: int
-    episodes: list[ProbedEpisode]
+    settings: str
+    since: int = 0
+    episodes: list[ProbedEpisode] = []
     off: list[str] | None = None
     slow: list[str] = []
 
@@ -99,7 +101,7 @@ class Probe(BaseModel):
                 return cls.model_validate(whole)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, AttributeError, ValidationError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
         logger.warning("%s is damaged: it is drawn again", _path(run))
         return None

@@ -6,20 +6,20 @@ import json
 import math
 from pathlib import Path
 
-from earl_core.experience.probe import SIZE, Probe, ProbedEpisode
-from earl_core.experience.rescoring import kept_episodes
+from earl_core.experience.probe import SIZE, ProbedEpisode
+from earl_core.experience.rescoring import readable_episodes
 from earl_core.secrets.redactor import HIDDEN
 from earl_core.trajectory.samples import derive_seed
 
 
-def draw_probe(file: Path, seed: int, iteration: int) -> Probe:
+def draw_probe(file: Path, seed: int) -> list[ProbedEpisode]:
     """Draw the probe of an earlier iteration's kept episodes, from all parts of them, for the sake
     of several environments; not those with secrets.
 
-    seed: the run's. iteration: that it is drawn for. Raises `EpisodesDamaged`, and `OSError`.
+    seed: the run's. Raises `EpisodesDamaged`, and `OSError`.
     """
     played = int(file.parent.name)
-    found = [each for each in kept_episodes(file, "scores") if HIDDEN not in json.dumps(each)]
+    found = [each for each in readable_episodes(file, "scores") if HIDDEN not in json.dumps(each)]
     step = max(1, math.ceil(len(found) / SIZE))
     episodes = []
     for each in found[::step]:
@@ -29,8 +29,8 @@ def draw_probe(file: Path, seed: int, iteration: int) -> Probe:
         episodes.append(
             ProbedEpisode(
                 episode=each,
-                scores=json.loads(scores) if scores else {},
+                scores=scores or {},
                 seed=derive_seed(of_episode, "environment"),
             )
         )
-    return Probe(drawn=iteration, episodes=episodes)
+    return episodes

@@ -21,17 +21,14 @@ import pyarrow.parquet as pq
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.experience.scoring import Scorer, readable
-from earl_core.run.episodes import NAME, EpisodesDamaged, read_samples
+from earl_core.run.episodes import NAME, EpisodesDamaged
+from earl_core.run.kept_episodes import kept_episodes
 from earl_core.system.files import make_directory, writing_atomic
-from earl_core.trajectory.samples import OPPONENT_ROLE
 
 FOLDER = "rescored"
 
 _IDENTITY = ("episode_id", "group_id", "prompt_id", "environment")
-_COLUMNS = (
-    *_IDENTITY, "finish_reason", "outcome", "scoring", "texts", "turn_rewards", "shared_reward",
-    "role", "reward",
-)  # fmt: skip
+_FIELDS = (*_IDENTITY, "finish_reason", "outcome", "scoring")
 SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.int64()) for name in ("iteration", *_IDENTITY[:3])),
@@ -127,7 +124,7 @@ async def rescore(run: Path, config: RunConfig) -> Rescored:
         try:
             for file in files:
                 try:
-                    episodes = list(kept_episodes(file))
+                    episodes = list(readable_episodes(file))
                 except EpisodesDamaged as error:
                     damaged.append(str(error))
                     continue
@@ -162,19 +159,14 @@ async def _scored(scorer: Scorer, iteration: int, episodes: list[dict[str, Any]]
     return pa.Table.from_pylist(rows, SCHEMA)
 
 
-def kept_episodes(file: Path, *more: str) -> Iterator[dict[str, Any]]:
-    """The episodes of a file as reward functions get them, and the reward that was `given`; and
-    `more` columns. Raises as `read_samples`."""
-    episodes: dict[int, dict[str, Any]] = {}
-    for row in read_samples(file, columns=(*_COLUMNS, *more)).to_pylist():
-        if row.pop("role", "") == OPPONENT_ROLE:
-            continue
-        rewards, said = row.pop("turn_rewards"), row.pop("texts")
-        row["shared"], row["given"] = row.pop("shared_reward"), row.pop("reward")
-        known = episodes.setdefault(row["episode_id"], {**row, "turn_rewards": [], "said": []})
-        known["turn_rewards"] += rewards
-        known["said"] += said
-    yield from map(readable, episodes.values())
+def readable_episodes(file: Path, *more: str) -> Iterator[dict[str, Any]]:
+    """The episodes of a file as reward functions get them, the reward that was `given`, and `more`
+    fields. Raises as `kept_episodes`."""
+    fields = (*_FIELDS, *more)
+    for each in kept_episodes(file, None, (*fields, "shared_reward", "reward")).episodes:
+        told = {name: each[name] for name in (*fields, "turn_rewards")}
+        shared, given = each["shared_reward"], each["reward"]
+        yield readable({**told, "shared": shared, "given": given, "said": each["texts"]})
 
 
 def run_rescore(run: Path, config: RunConfig) -> Rescored:

@@ -95,6 +95,7 @@ def scored_episodes(batch: Batch) -> list[dict[str, Any]]:
             {
                 **identity,
                 **{name: values[row] for name, values in texts.items() if name != "texts"},
+                "scoring": json.loads(texts["scoring"][row] or "null"),
                 "shared": shared[row],
                 "turn_rewards": [],
                 "said": [],
@@ -116,7 +117,7 @@ def _as_scored(episode: Episode) -> dict[str, Any]:
             "environment": episode.environment,
             "finish_reason": episode.finish_reason,
             "outcome": utf8(str(info.get("outcome", ""))),
-            "scoring": json.dumps(info["scoring"]) if "scoring" in info else "",
+            "scoring": info.get("scoring"),
             "shared": episode.shared_reward,
             "turn_rewards": [each for sample in episode.own for each in sample.turn_rewards],
             "said": [text for sample in episode.own for text in sample.texts],
@@ -126,8 +127,8 @@ def _as_scored(episode: Episode) -> dict[str, Any]:
 
 def readable(episode: dict[str, Any]) -> dict[str, Any]:
     """An episode as reward functions get it. episode: its columns, `shared`, `turn_rewards` and
-    `said` of all its samples; `scoring` as JSON, or empty."""
-    rewards, scoring, shared = episode["turn_rewards"], episode["scoring"], episode.pop("shared")
+    `said` of all its samples."""
+    rewards, shared = episode["turn_rewards"], episode.pop("shared")
     read = transcript(episode.pop("said"), rewards)
     messages: list[dict[str, str]] = []
     for turn in read["turns"]:
@@ -139,7 +140,6 @@ def readable(episode: dict[str, Any]) -> dict[str, Any]:
         "closing": read["closing"],
         "turns": len(rewards),
         "reward": float(sum(rewards) + shared),
-        "scoring": json.loads(scoring) if scoring else None,
     }
 
 

@@ -41,12 +41,14 @@ def seen_rewards(
     ]
     groups = batch.scalars("group_id")[first]
     counted = ~np.isin(groups, list(again))
+    new = set(ids[counted].tolist())
     found: dict[str, Seen] = {}
 
     def add(source: str, rewards: np.ndarray, there: np.ndarray, bad: Sequence[int] = ()) -> None:
         at = np.flatnonzero(there & counted)
         named = [of_episode[place] for place in at.tolist()]
-        given = Given(rewards[at], ids[at], groups[at], named, bad)
+        failed = [number for number in bad if number in new]
+        given = Given(rewards[at], ids[at], groups[at], named, failed)
         found[source] = Seen.of(given, bounds.get(source, HUGE))
 
     for label in sorted({label for label, _ in of_episode}):

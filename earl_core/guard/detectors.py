@@ -6,8 +6,8 @@ comes after). An iteration in progress sees the update of the last one that has 
 
 Thresholds stand here, each with its reason. They are set so that a clean run has less than one
 chance in a thousand of a false finding: a test of an iteration may be wrong with p < 1e-6, for 20
-runs of 300 iterations are 6000 tests of each kind. Five standard errors are 3e-7 for normal noise;
-the error is the larger one of two estimates, which leaves room for tails.
+runs of 300 iterations are 6000 tests of each kind. Six standard errors are 1e-9 for normal noise,
+and leave room for tails, and for policies that are better and worse for a while.
 """
 
 from __future__ import annotations
@@ -22,6 +22,20 @@ from earl_core.guard.decision import Finding
 
 Numbers = Mapping[str, float]
 
+_COMPARED = (
+    "guard/",
+    "update/entropy",
+    "update/grad_norm",
+    "update/importance_",
+    "rollout/context/",
+)
+
+
+def is_compared(name: str) -> bool:
+    """Tell whether a number of metrics.jsonl is one that iterations are compared by."""
+    return name.startswith(_COMPARED)
+
+
 WINDOW = 12
 """Iterations that a level is compared with: long enough for an error, short enough to follow
 learning."""
@@ -31,27 +45,29 @@ REMEMBERED = 36
 """Iterations after which a level that stays is the usual one."""
 RECENT = 3
 """Iterations that may pass until a shift is found: so many are averaged at most."""
-SIGMAS = 5.0
+SIGMAS = 6.0
 """Standard errors of a shift of the mean; see above."""
-FALL = 0.35
-"""Part of the standard deviation of episodes that a fall has at least: smaller ones are what
-learning does when a step was too long, and it recovers by itself."""
+FALL, FALL_RANGE = 0.35, 0.1
+"""Parts of the standard deviation of episodes and of their range that a fall has at least: smaller
+ones are what learning does when a step was too long, and it recovers by itself. Near the best that
+can be had deviations are small, and large batches know small dips by many errors."""
 JUMP_SIGMAS, JUMP, JUMP_STEPS = 10.0, 1.0, 4.0
 """Rewards are meant to rise, and learning may set in at once: a rise is impossible only where it is
 over a standard deviation of episodes in one iteration and four times the largest step that the run
 has made, since exponential growth from a small share of successes at most triples it."""
 LESS_LIKELY = 14.0
 """-log of the chance (8e-7) that rewards which differed are all equal in an iteration."""
-RETURN_SIGMAS, BEST = 5.0, 5
+RETURN_SIGMAS, BEST, DEEP = 5.0, 5, 2.0
 """A return has fallen where the mean of the last three lies so far below the best mean of five
-iterations of the run. The best of many is too good by chance by about 3 errors: hence it is
-`FALL` of the deviation, too."""
+iterations of the run. The best of many is too good by chance, and policies are better and
+worse for a while: hence it is twice the least fall, too."""
 GROWTH = 1.25
 """Growth of contexts since the best iterations, by which the collapse of long contexts begins: what
 episodes vary by is a tenth of it."""
-COLLAPSED = 0.1
-"""Part of the entropy at the start below which a policy has stopped to explore. By itself it is how
-learning ends: only with a fallen return, and half of what it was at the best, is it a finding."""
+COLLAPSED, GONE = 0.1, 0.02
+"""Parts of the entropy at the start below which a policy has stopped to explore. By itself the
+first is how learning ends: only with a fallen return, and at half of what it was at the best, or at
+the second, is it a finding."""
 EXPLODED, EXPLODED_NATS = 1.5, 0.5
 """Entropy over all that the run has seen by so many times and so many nats: a policy that falls
 apart, which noise never makes."""
@@ -119,10 +135,10 @@ def _shift(source: str, lines: Sequence[Numbers]) -> Finding | None:
         level = statistics.median(before[-FEWEST:])
         here = statistics.fmean(means.values[-length:])
         error = _noise(lines, name, before) * math.sqrt(1 / length + 1 / FEWEST)
-        off, spread = here - level, _spread(earlier, name)
+        off, spread = here - level, _usual_number(earlier, name, "std")
         steps = [abs(b - a) for a, b in itertools.pairwise(before)]
         rise = max(JUMP_SIGMAS * error, JUMP * spread, JUMP_STEPS * max(steps))
-        least = max(SIGMAS * error, FALL * spread)
+        least = max(SIGMAS * error, _least_fall(earlier, name))
         # What is over lies in the means of several for a while.
         fell = off < -least and means.values[-1] < level - least / 2
         if fell or (length == 1 and off > rise):
@@ -134,19 +150,36 @@ def _shift(source: str, lines: Sequence[Numbers]) -> Finding | None:
     return None
 
 
-def _spread(lines: Sequence[Numbers], name: str) -> float:
-    """The usual standard deviation of an iteration's episodes."""
-    return statistics.median(line[f"{name}/std"] for line in lines if f"{name}/std" in line)
+def _least_fall(lines: Sequence[Numbers], name: str) -> float:
+    """What the mean of a source falls by at least where it is a finding."""
+    return max(FALL * _usual_number(lines, name, "std"), FALL_RANGE * _range(lines, name))
+
+
+def _range(lines: Sequence[Numbers], name: str) -> float:
+    """All that a source gave in the last iterations."""
+    recent = [line for line in lines if f"{name}/low" in line][-REMEMBERED:]
+    low, high = (f"{name}/{each}" for each in ("low", "high"))
+    return max(line[high] for line in recent) - min(line[low] for line in recent)
+
+
+def _usual_number(lines: Sequence[Numbers], name: str, which: str) -> float:
+    """The median of a source's number over iterations."""
+    return statistics.median(line[f"{name}/{which}"] for line in lines if f"{name}/{which}" in line)
 
 
 def _noise(lines: Sequence[Numbers], name: str, before: Sequence[float]) -> float:
-    """The standard error of one iteration's mean: what its groups say, or what iterations vary by
-    beside their trend, whichever is more."""
+    """The standard error of one iteration's mean: what its groups say, what iterations vary by
+    beside their trend, or half a group's, which errors that are 0 for a while know nothing of;
+    whichever is more."""
     told = [line[f"{name}/error"] for line in lines[-WINDOW:] if f"{name}/error" in line]
     steps = [b - a for a, b in itertools.pairwise(before)]
     middle = statistics.median(steps)
     spread = 1.4826 * statistics.median(abs(step - middle) for step in steps) / math.sqrt(2)
-    return max(statistics.median(told), spread, 1e-9)
+    return max(statistics.median(told), spread, _half_a_group(lines, name), 1e-9)
+
+
+def _half_a_group(lines: Sequence[Numbers], name: str) -> float:
+    return _range(lines, name) / (2 * max(1.0, _usual_number(lines, name, "groups")))
 
 
 def reward_constant(history: Sequence[Numbers], now: Numbers, settings: Settings) -> list[Finding]:
@@ -168,6 +201,8 @@ def reward_constant(history: Sequence[Numbers], now: Numbers, settings: Settings
             (line[f"{name}/std"] / line[f"{name}/error"]) ** 2 if line[f"{name}/error"] else 0.0
             for line in recent
         )
+        # Episodes of a group share a prompt.
+        worth = min(worth, 2 * _usual_number(recent, name, "groups"))
         if rare and -worth * math.log1p(-rare) > LESS_LIKELY:
             text = (
                 f"all rewards of {source} are {now[f'{name}/mean']:.4g}, after a standard "
@@ -203,9 +238,9 @@ def _fall(lines: Sequence[Numbers], source: str) -> _Fall | None:
     ends = range(BEST, len(means.values) - RECENT + 1)
     best, end = max((statistics.fmean(means.values[end - BEST : end]), end) for end in ends)
     steps = [b - a for a, b in itertools.pairwise(means.values)]
-    noise = statistics.median(map(abs, steps)) / 0.954
+    noise = max(statistics.median(map(abs, steps)) / 0.954, _half_a_group(lines, name))
     error = noise * math.sqrt(1 / RECENT + 1 / BEST)
-    if best - last > max(RETURN_SIGMAS * error, FALL * _spread(lines, name)):
+    if best - last > max(RETURN_SIGMAS * error, DEEP * _least_fall(lines, name)):
         near = best - (best - last) / 4
         worse = list(itertools.takewhile(lambda value: value < near, reversed(means.values)))
         return _Fall(means.at[-max(1, len(worse))], means.at[end - 1], best, last)
@@ -239,7 +274,7 @@ def entropy_collapse(history: Sequence[Numbers], now: Numbers, settings: Setting
         return []
     start, last = statistics.median(entropy.values[:BEST]), max(entropy.values[-RECENT:])
     best = min(v for at, v in zip(*entropy, strict=True) if at <= fall.best_at)
-    if last > min(COLLAPSED * start, best / 2):
+    if last > max(min(COLLAPSED * start, best / 2), GONE * start):
         return []
     text = (
         f"entropy fell from {start:.3g} to {last:.3g} nats, and the mean reward from "

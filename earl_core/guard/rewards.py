@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from earl_core.environments.real_numbers import is_no_number
 from earl_core.guard.decision import Decision, Finding
 from earl_core.guard.detectors import FEWEST, REMEMBERED, Numbers
 from earl_core.guard.seen import HUGE, Bounds, Seen
@@ -33,14 +32,14 @@ def seen_bounds(history: Sequence[Numbers], source: str) -> Bounds:
 def reward_findings(
     iteration: int,
     seen: Mapping[str, Seen],
-    failures: Mapping[str, int],
+    invalid: int,
     bounds: Mapping[str, Bounds],
     declared: Mapping[str, Bounds],
 ) -> list[Finding]:
     """Findings about rewards outside of what their source can give, or that are no numbers.
 
-    failures: of the rollout, how often by reason. bounds: of all sources; declared: those that were
-    declared.
+    invalid: how many episodes failed in the rollout by rewards that are no numbers. bounds: of all
+    sources; declared: those that were declared.
     """
     found = []
     for source, each in seen.items():
@@ -60,11 +59,11 @@ def reward_findings(
                     prompts=tuple(each.prompts),
                 )
             )
-    invalid = {source: each.invalid for source, each in seen.items() if each.invalid}
-    if of_environments := sum(n for reason, n in failures.items() if is_no_number(reason)):
-        invalid["environment"] = of_environments
-    for source, number in invalid.items():
-        text = f"{number} rewards of {source} are NaN, infinite or beyond 1e30"
+    without = {source: each.invalid for source, each in seen.items() if each.invalid}
+    if invalid:
+        without["environment"] = invalid
+    for source, number in without.items():
+        text = f"{number} rewards of {source} are no finite numbers up to 1e30"
         named = tuple(seen[source].named_invalid) if source in seen else ()
         kind = "reward_invalid"
         found.append(Finding(kind=kind, onset=iteration, text=text, episodes=named))

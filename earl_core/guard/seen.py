@@ -132,7 +132,7 @@ class Seen(BaseModel):
     @property
     def numbers(self) -> dict[str, float]:
         """What later iterations compare with: mean, standard error of the mean by groups, standard
-        deviation, least and greatest; nothing where nobody has a reward."""
+        deviation, least and greatest, number of groups; nothing where nobody has a reward."""
         if not self.episodes.count:
             return {}
         return {
@@ -141,6 +141,7 @@ class Seen(BaseModel):
             "std": self.episodes.std(),
             "low": self.low,
             "high": self.high,
+            "groups": float(self.groups.count),
         }
 
 

@@ -14,9 +14,10 @@ from earl_core.config.imitation import ImitationConfig
 from earl_core.imitation.chats import NO_VERSION
 from earl_core.pretrained.vocabulary import vocabulary_problem
 from earl_core.run.episodes import NAME, EpisodesDamaged, read_samples
+from earl_core.run.kept_episodes import own_samples
 from earl_core.run.record import stored_config
 from earl_core.system.errors import ConfigError, EarlError
-from earl_core.trajectory.samples import OPPONENT_ROLE, UNNUMBERED, Episode, Sample
+from earl_core.trajectory.samples import UNNUMBERED, Episode, Sample
 
 _CHOSEN_BY = ("group_id", "reward")
 
@@ -63,8 +64,8 @@ class KeptEpisodes:
         """One episode. Raises `ConfigError` for tokens that the model does not have."""
         kept = self._episodes[index]
         table = _samples(kept.path)
-        rows = table.filter(pc.equal(table["episode_id"], kept.episode)).to_pylist()
-        samples = [_sample(row) for row in rows if row.get("role") != OPPONENT_ROLE]
+        rows = own_samples(table.filter(pc.equal(table["episode_id"], kept.episode))).to_pylist()
+        samples = [_sample(row) for row in rows]
         if max(token for sample in samples for token in sample.tokens) >= self._vocabulary:
             raise ConfigError(
                 f"{self.place(index)} has tokens beyond the {self._vocabulary} of the model",

@@ -19,6 +19,7 @@ import torch
 
 from earl_core.config.model import AdapterConfig, ModelConfig
 from earl_core.learner.attention.varlen import ATTENTION_NAME, register_attention
+from earl_core.learner.lm_head import give_value_head
 from earl_core.learner.low_rank import base_alone, entry_of, first_pairs, pairs_of, peft_name
 from earl_core.learner.model import prepare_for_packing, settle
 from earl_core.learner.packing_check import without_interface
@@ -53,10 +54,11 @@ def load_policy(
     mixed: bool = False,
     chunk_tokens: int | None = None,
     seed: int = 0,
+    values: bool = False,
 ) -> ParallelModel:
     """Load a causal language model for packed training on a mesh, in float32, dropout off. Rank 0
     tries whether packing is exact. mixed, chunk_tokens: as in `parallelize`. seed: of the pairs of
-    a fresh adapter. Collective.
+    a fresh adapter. values: with a critic's head, all zeros. Collective.
 
     Raises ConfigError when the model is missing, or its files contradict its configuration, when
     its architecture cannot be trained packed or on this mesh, or have the adapter, or when it has
@@ -71,6 +73,9 @@ def load_policy(
     with init_empty_weights(include_buffers=False):
         empty = type(stored)(copy.deepcopy(stored.config))
     empty.tie_weights()
+    if values:
+        give_value_head(stored)
+        give_value_head(empty)
     empty.generation_config = stored.generation_config
     settle(empty)
     entry = None

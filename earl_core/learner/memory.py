@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +20,8 @@ from earl_core.system.memory import (
     resident_peak_bytes,
 )
 from earl_core.tensors.device_copies import host_memory, queued
+
+_Result = TypeVar("_Result")
 
 _ADVICE = (
     "lower update.max_tokens_per_microbatch, set update.activation_checkpointing to selective or "
@@ -47,6 +51,17 @@ def guarded(stage: str) -> Iterator[None]:
             yield
     finally:
         _give_back_what_is_scarce()
+
+
+def guarded_stage(work: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Decorate a method of a worker: `guarded` for the worker's own `stage`."""
+
+    @wraps(work)
+    def guarded_work(worker: Any, *arguments: Any, **named: Any) -> _Result:
+        with guarded(worker.stage):
+            return work(worker, *arguments, **named)
+
+    return guarded_work
 
 
 def _give_back_what_is_scarce() -> None:

@@ -182,6 +182,12 @@ class Algorithm:
     supervised: ClassVar[bool] = False
     """True: it learns from tokens that no policy of this run has sampled."""
 
+    of_values: ClassVar[bool] = False
+    """True: the model says of each trained token a value in place of a log-prob."""
+
+    stage: ClassVar[str] = "update"
+    """The stage whose work it is."""
+
     def __init__(self, config: AlgorithmConfig) -> None:
         self._objective = _objective(config)
         self._kl = config.kl

@@ -1,5 +1,5 @@
-"""The part that ranks of the `update` and the `reference` worker group share: a mesh, a reader of
-shards, a learner; and one rank of `reference`, which holds frozen models."""
+"""The part that ranks of the worker groups `update`, `critic` and `reference` share: a mesh, a
+reader of shards, a learner; and one rank of `reference`, which holds frozen models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 from transformers.utils import logging as transformers_logging
 
-from earl_core.config import ConfigError, RunConfig
+from earl_core.config import ConfigError
+from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.deployment.stage_deployment import StageDeployment
@@ -30,6 +31,7 @@ from earl_core.learner.data.samples import (
 )
 from earl_core.learner.loading import first_policy
 from earl_core.learner.memory import Parking, guarded, peak_bytes, reset_peak
+from earl_core.learner.microbatches import Algorithm
 from earl_core.learner.parallel.mesh import create_mesh, leave_world
 from earl_core.learner.policy_learner import PolicyLearner
 from earl_core.pretrained.grammars import TokenMasks, check_library, grammars_of
@@ -105,26 +107,45 @@ class ModelWorker(RunWorker):
 
         manifests: a reference to it. link_bytes: see `Layout`.
         """
+        columns = SCORED if self._config.one_penalty else (*SCORED, LABEL)
+        with first_policy(self._learner.model, self._model().adapter):
+            return self._scored(
+                manifests,
+                columns,
+                link_bytes,
+                REFERENCE_SCHEMA,
+                "reference",
+                self._reference_logprobs,
+            )
+
+    def _scored(
+        self,
+        manifests: list[dict[str, Any]],
+        columns: Sequence[str],
+        link_bytes: float,
+        schema: pa.Schema,
+        stage: str,
+        scorer: Callable[..., list[np.ndarray]],
+    ) -> dict[str, Any]:
+        """Write the column of a stage that scores, for this replica's rows. columns: that are read.
+        scorer: scores a batch, as `PolicyLearner.score` does samples."""
         started = time.perf_counter()
         reset_peak()
         shards, tokens = [], 0
-        columns = SCORED if self._config.one_penalty else (*SCORED, LABEL)
         out = self._ranks.do(lambda: left_out_rows(self._manifests(manifests)[0]))
         with (
-            guarded("reference"),
-            first_policy(self._learner.model, self._model().adapter),
+            guarded(stage),
             self._open(manifests, columns, None, link_bytes, without=out) as batch,
         ):
-            score = partial(self._reference_logprobs, batch)
+            score = partial(scorer, batch)
             if self._mesh.leader and len(batch):
-                report = partial(score, self._report)
-                entry = self._publish_scores(batch, REFERENCE_SCHEMA, "reference", report)
+                entry = self._publish_scores(batch, schema, stage, partial(score, self._report))
                 shards, tokens = [entry.model_dump(mode="json")], sum(entry.row_lengths)
             else:
                 # The other ranks of a replica compute their parts of the same rows; a replica
                 # without rows takes part in what all do together.
                 score()
-        fault_points.point("reference.written", self._context.iteration or 0)
+        fault_points.point(f"{stage}.written", self._context.iteration or 0)
         seconds = time.perf_counter() - started
         rate = tokens / max(seconds, 1e-9)
         metrics = {
@@ -203,8 +224,8 @@ class ModelWorker(RunWorker):
         config, deployment = self._config, self._deployment
         return PolicyLearner(
             model,
-            update_settings(config, deployment),
-            config.algorithm,
+            self._settings(deployment),
+            self._objective(),
             temperature=config.rollout.temperature,
             iterations=config.iterations,
             seed=config.seed,
@@ -214,21 +235,25 @@ class ModelWorker(RunWorker):
             offload_optimizer=deployment.offload_optimizer,
         )
 
+    def _objective(self) -> AlgorithmConfig | Algorithm:
+        """What the learners are to do."""
+        return self._config.algorithm
+
+    def _settings(self, deployment: StageDeployment) -> UpdateConfig:
+        """The run's settings of the update, with those that the deployment decides."""
+        settings = self._config.update
+        budget = deployment.max_tokens_per_microbatch or settings.max_tokens_per_microbatch
+        return settings.model_copy(
+            update={
+                "threads": deployment.threads,
+                "activation_checkpointing": deployment.activation_checkpointing,
+                "max_tokens_per_microbatch": budget,
+            }
+        )
+
     def _report(self, done: int, samples: int) -> None:
         if self._context.rank == 0:
             self._context.report({"samples_done": done, "samples": samples})
-
-
-def update_settings(config: RunConfig, deployment: StageDeployment) -> UpdateConfig:
-    """The run's settings of the update, with those that the deployment decides."""
-    return config.update.model_copy(
-        update={
-            "threads": deployment.threads,
-            "activation_checkpointing": deployment.activation_checkpointing,
-            "max_tokens_per_microbatch": deployment.max_tokens_per_microbatch
-            or config.update.max_tokens_per_microbatch,
-        }
-    )
 
 
 def _row_cost(model: ModelConfig) -> RowCost:

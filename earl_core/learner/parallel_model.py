@@ -30,13 +30,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.tensor import DTensor, Shard
 
 from earl_core.learner.layer_probe import decoder_layers
-from earl_core.learner.lm_head import decoder_of, head_of
+from earl_core.learner.lm_head import ValueHead, decoder_of, give_value_head, head_of
 from earl_core.learner.low_rank import attach_pairs, pairs_of, peft_name
 from earl_core.learner.model import PolicyModule, Scoring, settle
 from earl_core.learner.parallel.expert_mesh import ExpertMesh
 from earl_core.learner.parallel.expert_parallel import divide_experts
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.parallel.tensor_parallel import split_over_ranks
+from earl_core.learner.value_scoring import ValueScoring
 from earl_core.pretrained.huggingface import PreTrainedModel
 from earl_core.pretrained.logit_transform import LogitTransform
 from earl_core.pretrained.routers import freeze_routers
@@ -145,13 +146,18 @@ def parallelize(
         vocabulary = split_over_ranks(model, mesh.submesh("tensor_parallel"))
     if mesh.experts is not None:
         divide_experts(model, mesh.experts.ranks)
-    scoring = Scoring(
-        head_of(model),
-        LogitTransform.of(model.config),
-        chunk_tokens=chunk_tokens,
-        vocabulary=vocabulary,
-        float32_head=float32_head,
-    )
+    head = head_of(model)
+    scoring: Scoring
+    if isinstance(head, ValueHead):
+        scoring = ValueScoring(head, mesh.deployment.tensor_parallel)
+    else:
+        scoring = Scoring(
+            head,
+            LogitTransform.of(model.config),
+            chunk_tokens=chunk_tokens,
+            vocabulary=vocabulary,
+            float32_head=float32_head,
+        )
     module = PolicyModule(model, scoring)
     if mixed or mesh.group("parameters") is not None:
         _shard(module, mesh, mixed)
@@ -224,6 +230,8 @@ def build_shell(source: ParallelModel, mesh: UpdateMesh) -> ParallelModel:
     """
     with torch.device("meta"):
         model = type(source.model)(copy.deepcopy(source.model.config))
+        if isinstance(source.module.scoring, ValueScoring):
+            give_value_head(model)
     model.generation_config = source.model.generation_config
     settle(model)
     scoring = source.module.scoring

@@ -58,14 +58,14 @@ BeforeStep = Callable[[Mapping[str, float]], None]
 
 
 class PolicyLearner:
-    """Trains one causal language model, alone or as one rank of a mesh.
+    """Trains one causal language model, or a critic, alone or as one rank of a mesh.
 
     model: what to load. temperature: that of the rollout; logits are divided by it. iterations,
-    seed: of the run. imitation: its first iterations, if they imitate.
-    mesh: the ranks that train together; all of them call each method alike, those of one replica
-    with the same samples, and what they compute is what one process would compute from all
-    samples. logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
-    offload_optimizer: keep the optimizer's state of a GPU in the host's memory.
+    seed: of the run. imitation: its first iterations, if they imitate. mesh: the ranks that train
+    together; all of them call each method alike, those of one replica with the same samples, and
+    what they compute is what one process would compute from all samples. logits_chunk_tokens:
+    positions whose logits exist at a time; None: as memory allows. offload_optimizer: keep the
+    optimizer's state of a GPU in the host's memory.
 
     Raises ConfigError for a model that cannot be trained (on this mesh) or an unknown algorithm.
     """
@@ -74,7 +74,7 @@ class PolicyLearner:
         self,
         model: ModelConfig,
         update: UpdateConfig,
-        algorithm: AlgorithmConfig,
+        algorithm: AlgorithmConfig | Algorithm,
         *,
         temperature: float = 1.0,
         iterations: int = 1,
@@ -90,19 +90,17 @@ class PolicyLearner:
             keep_freed_memory()
         if update.threads:
             torch.set_num_threads(update.threads)
-        self.config = update
-        self.temperature = temperature
-        self.iterations = iterations
-        self.seed = seed
-        self._algorithm = Algorithm(algorithm)
-        self._imitation = imitation
-        self._compiled = compiling(update, mesh.device)
+        self.config, self.temperature = update, temperature
+        self.iterations, self.seed = iterations, seed
+        self._algorithm = algorithm if isinstance(algorithm, Algorithm) else Algorithm(algorithm)
+        self._imitation, self._compiled = imitation, compiling(update, mesh.device)
         parallel = load_policy(
             model,
             mesh,
             mixed=bf16_is_fast(mesh.device) if update.precision == "auto" else update.mixed,
             chunk_tokens=logits_chunk_tokens,
             seed=seed,
+            values=self._algorithm.of_values,
         )
         self.tokenizer = load_tokenizer(model)
         self.optimizer = PolicyOptimizer((), update, offload=offload_optimizer)
@@ -165,7 +163,7 @@ class PolicyLearner:
         on_progress: Callable[[int, int], None] | None = None,
         out: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray]:
-        """Log-probs of the trained tokens under the weights as they are.
+        """Log-probs (a critic's values) of the trained tokens under the weights as they are.
 
         Returns one float32 [L] per sample of this rank, 0 where the mask is 0: the columns
         `old_logprobs` (of the policy) and `reference_logprobs` (of a frozen one). They are written
@@ -226,6 +224,8 @@ class PolicyLearner:
         before_step: BeforeStep | None = None,
         on_step: StepHook | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        seed: int | None = None,
+        rate_factor: float = 1.0,
     ) -> dict[str, float]:
         """Apply one iteration's optimizer steps; returns metrics over all ranks' samples.
 
@@ -236,27 +236,27 @@ class PolicyLearner:
         on all ranks, that add nothing to their gradients (see `zero_advantage`); a minibatch of
         nothing else is a step as well. before_step is called before each step of the first epoch,
         on all ranks alike, where anything was measured, on_step(index) after each step, and
-        on_progress(trained samples, all samples of this rank) after each microbatch.
+        on_progress(trained samples, all samples of this rank) after each microbatch. seed: of the
+        order of groups; None: the learner's. rate_factor: of the learning rate.
 
         Raises ValueError when a column that the algorithm needs is missing, and UpdateRefused, on
         all ranks, before a step that would destroy the weights.
         """
         aim = aim_of(iteration, self.iterations, self.config, self._algorithm, self._imitation)
+        rate, seed = aim.learning_rate * rate_factor, self.seed if seed is None else seed
         algorithm = aim.algorithm
         algorithm.check_columns(samples, aim.epochs * aim.minibatches)
         memory.reset_peak()
-        self.optimizer.learning_rate = aim.learning_rate
+        self.optimizer.learning_rate = rate
         if aim.fresh:
             self.optimizer.state.clear()
         skipped = skipped or Skipped()
-        routing = RoutingTally(Ranks(self.mesh), algorithm.balance)
-        metrics = UpdateMetrics(aim.learning_rate, routing)
-        whole = algorithm.whole_episodes
-        table, own = gathered_table(self._ranks, samples, skipped.table, whole)
+        metrics = UpdateMetrics(rate, RoutingTally(Ranks(self.mesh), algorithm.balance))
+        table, own = gathered_table(self._ranks, samples, skipped.table, algorithm.whole_episodes)
         steps = 0
         for epoch in range(aim.epochs):
             minibatches = split_table(
-                table, own, aim.minibatches, seed=self.seed, iteration=iteration, epoch=epoch,
+                table, own, aim.minibatches, seed=seed, iteration=iteration, epoch=epoch,
                 skipped=len(skipped.table),
             )  # fmt: skip
             plans = [self._plan(samples, each.rows, algorithm) for each in minibatches]
@@ -317,8 +317,7 @@ class PolicyLearner:
         self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[int]], count: int
     ) -> Iterator[FedMicrobatch]:
         """Yield the microbatches of the plan, and fillers until there are `count`."""
-        missing = count - len(plan)
-        if missing > 0:
+        if (missing := count - len(plan)) > 0:
             samples = [*samples, FILLER]
             plan = [*plan, *[[len(samples) - 1]] * missing]
         return self._feed.microbatches(samples, plan)
@@ -359,7 +358,8 @@ class PolicyLearner:
                 if balance is not None:
                     fed = replace(fed, tensors=balance.charging(fed.tensors))
                 self.parallel.begin_microbatch(last=number == count)
-                with memory.microbatch("update", iteration, number, count, packed.tokens.size):
+                tokens = packed.tokens.size
+                with memory.microbatch(algorithm.stage, iteration, number, count, tokens):
                     if own and packed.targets.size:
                         self._accumulate(fed, minibatch, algorithm, metrics, compared)
                     elif self._others_wait or not own or balance is not None:

@@ -40,8 +40,8 @@ from earl_core.learner.data.samples import (
 from earl_core.learner.data.staleness import age_metrics, importance_metrics
 from earl_core.learner.data.zero_advantage import ADVANTAGES, Skipped, advantage_table, choose
 from earl_core.learner.measure_update import measure_training
-from earl_core.learner.memory import guarded
-from earl_core.learner.model_worker import ModelWorker, update_settings
+from earl_core.learner.memory import guarded, guarded_stage
+from earl_core.learner.model_worker import ModelWorker
 from earl_core.learner.reshard import reshard
 from earl_core.run.policy_versions import INITIAL_VERSION, assigned
 from earl_core.system import fault_points
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """A rank's rows of an update. skipped: those that nobody computes. shards: of the scores that
     were written. batch: the rows came from; None: there are none. routing: of each row."""
 
@@ -94,7 +94,7 @@ class LearnerWorker(ModelWorker):
         model = self._config.initial_model
         return config_digest(Path(model.path), model.trust_remote_code)
 
-    @guarded("update")
+    @guarded_stage
     def restore(self, checkpoint: str | None) -> dict[str, Any]:
         """Take the state of a checkpoint; None: the initial model, which is loaded already. Raises
         before anything is played what would keep the next checkpoint from being written."""
@@ -110,18 +110,21 @@ class LearnerWorker(ModelWorker):
         self._restored, self._dirty, self._applied = path, False, None
         return {"policy_version": self._version}
 
-    @guarded("update")
+    @guarded_stage
     def update(
         self,
         manifests: list[dict[str, Any]],
         checkpoint: str | None,
         record: dict[str, Any],
         link_bytes: float = 0.0,
+        rate_factor: float = 1.0,
+        kl_factor: float = 1.0,
     ) -> dict[str, Any]:
         """Apply the iteration's update to its assigned version, once; write `checkpoint` if given.
 
         manifests: references to the rollout's, the reference's if there is one, and last the
-        advantage's; or to that of demonstrations alone. link_bytes: see `Layout`.
+        advantage's; or to that of demonstrations alone. link_bytes: see `Layout`. rate_factor,
+        kl_factor: of the learning rate, and of the KL coefficients in the loss.
         Returns the new policy version, the weights' digest, metrics, the shards this rank wrote,
         `prefixes` of the batch for the probe of the new version, and how many steps were applied
         in this call (0 when an earlier call had applied them).
@@ -137,7 +140,7 @@ class LearnerWorker(ModelWorker):
                     f"iteration {iteration} updates policy version {trained}, but the learner "
                     f"holds version {self._version}: resume the run from its last checkpoint"
                 )
-            steps = self._apply(manifests, iteration, link_bytes)
+            steps = self._apply(manifests, iteration, link_bytes, rate_factor, kl_factor)
         assert self._applied is not None
         if checkpoint is not None:
             self._save(Path(checkpoint), iteration, record)
@@ -171,14 +174,14 @@ class LearnerWorker(ModelWorker):
         probe = self._learner.probe([Prefixes.model_validate(each) for each in prefixes])
         return manifest.model_copy(update={"probe": probe}).model_dump(mode="json")
 
-    @guarded("update")
+    @guarded_stage
     def save(self, directory: str) -> dict[str, Any]:
         """Write the state where other ranks will `restore` it from; it stays as it is."""
         self._require_clean("be handed over")
         self._learner.save(Path(directory), {"policy_version": self._version})
         return {"policy_version": self._version}
 
-    @guarded("update")
+    @guarded_stage
     def reshard(self, deployment: dict[str, Any]) -> dict[str, Any]:
         """Change the mesh of the live state, bit for bit, and the other settings of the deployment.
 
@@ -187,12 +190,12 @@ class LearnerWorker(ModelWorker):
         self._require_clean("be resharded")
         wanted = StageDeployment(**deployment)
         self._parking.take()
-        moved = reshard(self._learner, wanted, update_settings(self._config, wanted))
+        moved = reshard(self._learner, wanted, self._settings(wanted))
         self._deployment, self._mesh = wanted, self._learner.mesh
         self._ranks = Ranks(self._mesh)
         return {"policy_version": self._version, **moved}
 
-    @guarded("update")
+    @guarded_stage
     def measure(self, context: int, samples: int, scoring: bool = False) -> dict[str, float]:
         """Measure a stage of so many samples, as `measure_update.measure_training` does. Raises
         `EarlError` for a learner that is not the initial model as it was loaded."""
@@ -219,7 +222,14 @@ class LearnerWorker(ModelWorker):
             )
         self.restore(str(self._restored) if self._restored else None)
 
-    def _apply(self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float) -> int:
+    def _apply(
+        self,
+        manifests: list[dict[str, Any]],
+        iteration: int,
+        link_bytes: float,
+        rate_factor: float,
+        kl_factor: float,
+    ) -> int:
         started = time.perf_counter()
         steps = 0
 
@@ -227,33 +237,37 @@ class LearnerWorker(ModelWorker):
             nonlocal steps
             steps += 1
             self._dirty = True
-            fault_points.point(f"update.step{index}", iteration)
+            fault_points.point(f"{self.stage}.step{index}", iteration)
 
         with ExitStack() as leases:
-            rows = self._rows(manifests, iteration, link_bytes, leases)
+            rows = self._rows(manifests, iteration, link_bytes, leases, kl_factor)
             drawn = chosen(self._ranks.gather_json(candidates(rows.samples, iteration)))
-            stale = self._staleness(rows, iteration)
+            seen = self._seen(rows, iteration)
             watch = self._config.mismatch_watch
-            metrics = self._learner.update(
-                rows.samples,
-                iteration=iteration,
-                skipped=rows.skipped,
-                before_step=lambda mismatch: watch.check(mismatch, iteration),
-                on_step=on_step,
-                on_progress=self._report,
-            )
+            metrics = {"optimizer_steps": 0.0}
+            if not self._stays(iteration):
+                metrics = self._learner.update(
+                    rows.samples,
+                    iteration=iteration,
+                    skipped=rows.skipped,
+                    before_step=lambda mismatch: watch.check(mismatch, iteration),
+                    on_step=on_step,
+                    on_progress=self._report,
+                    seed=self._seed(iteration),
+                    rate_factor=rate_factor,
+                )
             read = rows.close()
         if self._learner.parallel.module.routers is not None:
             metrics["routing_bytes"] = read
         if self._mesh.device.type == "cpu":
             # Activations and gradients, which the engine can use until the next update.
             give_back_free_memory()
-        fault_points.point("update.applied", iteration)
+        fault_points.point(f"{self.stage}.applied", iteration)
         self._version, self._dirty = assigned(iteration).made, False
         self._applied = {
             "policy_version": self._version,
             "digest": self._digest(),
-            "metrics": {**metrics, **stale, "seconds": time.perf_counter() - started}
+            "metrics": {**metrics, **seen, "seconds": time.perf_counter() - started}
             | self._reader.reads.spent(),
             "shards": [entry.model_dump(mode="json") for entry in rows.shards],
             PREFIXES: drawn,
@@ -261,21 +275,27 @@ class LearnerWorker(ModelWorker):
         return steps
 
     def _rows(
-        self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float, leases: ExitStack
-    ) -> _Rows:
+        self,
+        manifests: list[dict[str, Any]],
+        iteration: int,
+        link_bytes: float,
+        leases: ExitStack,
+        kl_factor: float,
+    ) -> Rows:
         """Open the rows of the update, and score them where it needs that. They are views that must
         go before the leases."""
-        if not self._manifests(manifests)[-1].shards:
+        if self._stays(iteration) or not self._manifests(manifests)[-1].shards:
             # Without a row there is no shard: the update then is one without a step.
-            return _Rows()
+            return Rows()
         skipped = self._skipped(manifests, iteration, link_bytes)
         split = by_minibatch(
             self._config.minibatches(iteration),
-            seed=self._config.seed,
+            seed=self._seed(iteration),
             iteration=iteration,
             skipped=skipped.table,
         )
-        columns = TRAINED if self._config.one_penalty else (*TRAINED, LABEL)
+        coefficient = self._coefficient(iteration, kl_factor)
+        columns = TRAINED if coefficient is None else (*TRAINED, LABEL)
         out = skipped.table[:, 0]
         batch = leases.enter_context(self._open(manifests, columns, split, link_bytes, without=out))
         shards: list[ShardEntry] = []
@@ -285,11 +305,16 @@ class LearnerWorker(ModelWorker):
         if self._config.needs_old_logprobs and not self._config.imitates(iteration):
             plain = training_samples(batch, masks, routing=routing)
             shards, old = self._score(batch, plain, iteration, leases)
-        given = old, self._version, self._coefficient(iteration)
+        given = old, self._version, coefficient
         samples = training_samples(batch, masks, *given, routing)
-        return _Rows(samples, skipped, shards, batch, routing)
+        return Rows(samples, skipped, shards, batch, routing)
 
-    def _staleness(self, rows: _Rows, iteration: int) -> dict[str, float]:
+    def _stays(self, iteration: int) -> bool:
+        """Tell whether the iteration makes a version that is the one before it."""
+        critic = self._config.critic
+        return critic is not None and critic.alone(iteration)
+
+    def _seen(self, rows: Rows, iteration: int) -> dict[str, float]:
         """Measure how far the policy that sampled the rows is from the one that trains on them.
         Raises UpdateRefused where the run file has a small effective sample size stop it."""
         ranks, settings = Ranks(self._mesh, "data_parallel"), self._config.update
@@ -305,11 +330,13 @@ class LearnerWorker(ModelWorker):
             )
         return found
 
-    def _coefficient(self, iteration: int) -> Callable[[str], float] | None:
-        """The KL coefficient of an environment's episodes; None: all have the same, or none."""
-        if self._config.one_penalty or self._config.imitates(iteration):
+    def _coefficient(self, iteration: int, factor: float) -> Callable[[str], float] | None:
+        """The KL coefficient of an environment's episodes; None: all have the run file's, or
+        none."""
+        as_set = self._config.one_penalty and factor == 1.0
+        if as_set or self._config.imitates(iteration):
             return None
-        return lambda label: self._config.penalty(label).at(iteration)
+        return lambda label: factor * self._config.penalty(label).at(iteration)
 
     def _skipped(
         self, manifests: list[dict[str, Any]], iteration: int, link_bytes: float
@@ -321,7 +348,7 @@ class LearnerWorker(ModelWorker):
         with self._open(manifests, ADVANTAGES, None, link_bytes) as batch:
             own = advantage_table(batch)
         table = np.concatenate(Ranks(self._mesh, "data_parallel").gather_rows(own))
-        whole, seed = self._learner.whole_episodes, self._config.seed
+        whole, seed = self._learner.whole_episodes, self._seed(iteration)
         return choose(table, whole_episodes=whole, seed=seed, iteration=iteration)
 
     def _score(
@@ -359,7 +386,7 @@ class LearnerWorker(ModelWorker):
         return xxhash.xxh3_128_hexdigest(json.dumps(every).encode())
 
     def _save(self, path: Path, iteration: int, record: dict[str, Any]) -> None:
-        self._point("update.save", iteration)
+        self._point(f"{self.stage}.save", iteration)
         self._learner.save(path, {**record, "policy_version": self._version})
         self._restored = path
 

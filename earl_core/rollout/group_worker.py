@@ -56,7 +56,8 @@ class GroupWorker(EngineWorker):
             max_tokens_per_turn=rollout.max_tokens_per_turn,
             max_tokens_per_episode=rollout.max_tokens_per_episode,
             temperature=rollout.temperature if temperature is None else temperature,
-            max_failed_share=rollout.max_failed_share,
+            # Of those that a guard spares the whole rollout is judged.
+            max_failed_share=max(rollout.max_failed_share, 0.5 * (self._config.guard == "act")),
             episodes=episodes,
             # While half wait for environments the engine is full, and the prefix cache holds all.
             max_live_episodes=running if lockstep else 2 * running,
@@ -68,7 +69,8 @@ class GroupWorker(EngineWorker):
 
     def _specs(self, group: int, drawn: Draw, iteration: int) -> list[EpisodeSpec]:
         """The episodes of a group. iteration: the one that trains on them."""
-        size, seed, (label, prompt) = self._config.rollout.group_size, self._config.seed, drawn
+        size, seed = self._config.rollout.group_size, self._seed(iteration)
+        label, prompt = drawn
         return [
             EpisodeSpec(
                 episode_id=episode,

@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from earl_core.algorithms.moments import Moments
+from earl_core.environments.real_numbers import invalid_rewards
 from earl_core.rollout.errors import RolloutFailed
 from earl_core.rollout.rollout_load import RolloutLoad
 from earl_core.trajectory.samples import Episode, transcript
@@ -288,9 +289,11 @@ def evaluation_results(tally: RolloutStats) -> dict[str, Any]:
     return {"outcomes": results, "metrics": rollout_metrics(tally)}
 
 
-def check_failures(tally: RolloutStats, max_failed_share: float) -> None:
-    """Raise `RolloutFailed` when no episode was played to its end, or too many failed."""
+def check_failures(tally: RolloutStats, max_failed_share: float, spares: bool = False) -> None:
+    """Raise `RolloutFailed` when no episode was played to its end, or too many failed. spares: not
+    those whose reward was no number, as long as they are fewer than half."""
     failed, total = tally.failed, tally.failed + tally.episodes
+    invalid = invalid_rewards(tally.failures) if spares else 0
     frequent = ""
     if tally.failures:
         reason, count = max(tally.failures.items(), key=lambda item: item[1])
@@ -301,6 +304,8 @@ def check_failures(tally: RolloutStats, max_failed_share: float) -> None:
             + frequent,
             payload={"failed": failed, "episodes": total, "reasons": tally.failures},
         )
+    if 2 * invalid < total:
+        failed -= invalid
     if failed > max_failed_share * total:
         raise RolloutFailed.too_many(failed, total, max_failed_share, tally.failures, frequent)
 

@@ -88,7 +88,8 @@ class RolloutWorker(GroupWorker):
         episodes, tally = await self._play(specs, settings, config.played)
         routing = self._ready()[0].routing
         if whole == len(specs):
-            rollout_stats.check_failures(tally, config.rollout.max_failed_share)
+            acts = config.guard == "act"
+            rollout_stats.check_failures(tally, config.rollout.max_failed_share, acts)
         with guarded("rollout", "writing the samples"):
             fault_points.point(f"rollout.played{min(groups, default=0)}", iteration)
             entry = run_store(self._run_directory, config).publish(

@@ -119,6 +119,16 @@ def best_checkpoint(run_directory: Path, gates: Sequence[str]) -> int:
     )
 
 
+def best_to_keep(
+    run_directory: Path, evaluations: Sequence[Manifest], gates: Sequence[str]
+) -> int | None:
+    """The whole checkpoint that was evaluated best, None without one. gates: as of
+    `gated_returns`; none counts while the first policy's evaluation, which may be put back, lacks.
+    """
+    known = () if unmeasured_gates(evaluations, gates) else gates
+    return best_evaluated(run_directory, gated_returns(evaluations, known))
+
+
 @contextmanager
 def holding_checkpoint(marker: Path) -> Iterator[None]:
     """Keep a checkpoint from being pruned, by any process, while it is read. marker: its STABLE
@@ -180,6 +190,17 @@ FORMAT = "earl-training-state-2"
 DESCRIPTION = "state.json"
 
 _NOT_LISTED = (DESCRIPTION, MARKER)
+
+CRITIC_FOLDER = "critic"
+"""The folder of a checkpoint that holds the critic's training state, which is described apart."""
+
+_APART = re.compile(rf"{CRITIC_FOLDER}|\.{CRITIC_FOLDER}\..*")
+"""That, and what a process that was killed has left of one."""
+
+
+def state_path(checkpoint: Path, role: str) -> Path:
+    """Where a checkpoint has the training state of a role that trains a model."""
+    return checkpoint / CRITIC_FOLDER if role == "critic" else checkpoint
 
 
 def describe_state(
@@ -245,6 +266,8 @@ def verify_checkpoint(run_directory: Path, iteration: int) -> dict[str, Any]:
     held, made = state.get("policy_version"), PolicyVersions(run_directory).update(iteration).made
     if held != made:
         raise _damaged(directory, f"it holds policy version {held}, not {made}")
+    if (critic := state_path(directory, "critic")).is_dir():
+        verify_training_state(critic)
     return state
 
 
@@ -270,6 +293,8 @@ def _files_in(directory: Path) -> dict[str, int]:
     found = {}
     # A folder that cannot be listed is not an empty one.
     for folder, folders, names in os.walk(directory, onerror=_refuse):
+        if Path(folder) == directory:
+            folders[:] = [name for name in folders if not _APART.fullmatch(name)]
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
         for name in [*names, *links]:
             path = Path(folder) / name

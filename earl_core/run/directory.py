@@ -1,13 +1,13 @@
 """The run directory, the only truth about a run.
 
 runs/<name>/
-  run.json                       uid, finished, tracking ids, the settings last worked with
+  run.json                       uid, finished, tracking ids, branches, the last settings
   config.yaml                    the resolved configuration
   lock                           held by the live controller
   ledger.jsonl                   what each attempt really executed
-  metrics.jsonl                  one line per finished iteration
-  selector.jsonl                 what was observed of the stages, oldest first
+  metrics.jsonl, selector.jsonl  a line per finished iteration; what was observed of the stages
   system.jsonl, progress.json    how loaded the machine was; how far stages that go on are
+  probe.json                     recorded episodes that sources of rewards are asked for again
   groups.jsonl, parked/          groups that were sealed one by one, and what others had played
   iterations/000012/rollout.json sealed manifests, one per stage
   iterations/000012/episodes.parquet  the iteration's episodes (`earl_core.run.episodes`)
@@ -32,20 +32,24 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.config import ConfigError, RunConfig, dump_config
+from earl_core.config.redaction import redaction_of
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, ShardEntry, ShardStore, read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.dispatch.spill.storage import SpillError
+from earl_core.guard.detectors import is_compared
+from earl_core.run.branches import Branches
 from earl_core.run.checkpoints import (
     MARKER,
     best_evaluated,
+    best_to_keep,
     gated_returns,
     remove_checkpoint,
     remove_leftovers,
     stable_checkpoints,
-    unmeasured_gates,
 )
 from earl_core.run.group_journal import GroupJournal
+from earl_core.run.known_numbers import KnownNumbers
 from earl_core.run.lock import RunLock
 from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
@@ -78,7 +82,8 @@ resumed: how many episodes may fail, how many hosts there are, how long they may
 
 class RunDirectory:
     """An opened run: locked by this process until `close()`. observations: what the selector learns
-    from. versions: its policy versions."""
+    from. versions: its policy versions. branches: those that it has had when it was opened.
+    redaction: what episodes pass where they leave it."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
@@ -93,11 +98,13 @@ class RunDirectory:
             raise
 
     def _load(self) -> None:
+        self.redaction = redaction_of(self.config)
         self.record: dict[str, Any] = open_record(self.path)
         check_not_copied(self.path, checked_uid(self.record, self.path), self.record.get("place"))
         self._check_same_run()
         over = self.record, self.config.schedule.pinned, self.last_stable() + 1
         self.versions = PolicyVersions(self.path, staleness_over_iterations(*over))
+        self.branches = Branches.of(self.record)
         self.store: ShardStore = run_store(self.path, self.config)
         self.stores = HostStores(self.store)
         self.groups = GroupJournal(self.path)
@@ -115,6 +122,7 @@ class RunDirectory:
         self._verified: set[str] = set()
         self._ledger = Journal(self.path / "ledger.jsonl")
         self._metrics = Journal(self.path / "metrics.jsonl")
+        self.numbers = KnownNumbers(self._metrics.path, is_compared)
         self.observations = Journal(self.path / "selector.jsonl")
         self.logs = self.path / "logs" / f"attempt_{self.attempt}"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -293,20 +301,14 @@ class RunDirectory:
 
     def prune_checkpoints(self, also: Collection[int] = ()) -> None:
         """Remove old checkpoints but the last `keep_last`, the one that was evaluated best, those
-        that are still to be evaluated, unfinished ones, and those of the iterations `also`.
-
-        One that is held (`holding_checkpoint`) goes at the next pruning.
-        """
+        that are still to be evaluated, unfinished ones, and those of the iterations `also`. One
+        that is held (`holding_checkpoint`) goes at the next pruning."""
         stable = self.stable_iterations()
-        evaluations, gates = self.evaluations(), self.config.gates
-        # The first policy's evaluation may be put back.
-        known = () if unmeasured_gates(evaluations, gates) else gates
-        best = best_evaluated(self.path, gated_returns(evaluations, known))
+        best = best_to_keep(self.path, self.evaluations(), self.config.gates)
         kept = kept_checkpoints(stable, self.config.checkpoint.keep_last, best)
-        kept |= {*also}
         kept |= {each for each in stable if self._to_evaluate(self.versions.update(each).made)}
         for iteration in stable:
-            if iteration not in kept:
+            if iteration not in kept.union(also):
                 remove_checkpoint(self.checkpoint_path(iteration))
 
     def _to_evaluate(self, version: int) -> bool:

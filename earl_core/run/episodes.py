@@ -16,7 +16,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +28,7 @@ from earl_core.run.remote_stores import HostStores
 from earl_core.secrets import redact
 from earl_core.system.errors import EarlError
 from earl_core.system.files import open_file, writing_atomic
-from earl_core.trajectory.samples import OPPONENT_ROLE, transcript, utf8
+from earl_core.trajectory.samples import utf8
 from earl_core.trajectory.schema import GROUP_SCHEMA, REWARD_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_BITS
 
 NAME = "episodes.parquet"
@@ -47,8 +46,6 @@ SCHEMA = pa.schema([field for field in _COLUMNS if field.name in (*ROLLOUT_SCHEM
 `token_versions` and `opponent_versions` besides."""
 
 _SOURCE = b"earl.source"
-_SHOWN = ["episode_id", "prompt_id", "environment", "finish_reason", "outcome", "reward"]
-_PER_SAMPLE = ["texts", "turn_rewards", "turn_starts", "loss_mask", "rollout_logprobs"]
 _ADDED = ["role", "turn_totals"]
 """Files of older releases lack them."""
 _BATCH = 64
@@ -151,49 +148,6 @@ def read_samples(
         raise EpisodesDamaged(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     table = pa.Table.from_batches(batches, schema)
     return table.filter(pc.is_in(table["episode_id"], pa.array(ids[:most])))
-
-
-def read_episodes(path: Path, most: int | None = None) -> list[dict[str, Any]]:
-    """The first `most` episodes to read (None: all), none where none were kept.
-
-    Each: episode_id, prompt_id, environment, outcome, finish_reason, reward, `turns` (observation,
-    answer, reward, the `tokens` of the answer, their mean `logprob` in nats, and the tokens that
-    stood before it, `context`) and `closing`. Raises `EpisodesDamaged`.
-    """
-    episodes: dict[int, dict[str, Any]] = {}
-    try:
-        samples = read_samples(path, most, [*_SHOWN, *_PER_SAMPLE, "role"])
-    except FileNotFoundError:
-        return []
-    for row in samples.to_pylist():
-        if row.get("role") == OPPONENT_ROLE:
-            continue
-        episodes.setdefault(row["episode_id"], {**row, "samples": []})["samples"].append(row)
-    return _readable(episodes)
-
-
-def _readable(episodes: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for episode in episodes.values():
-        samples = episode["samples"]
-        texts = [text for sample in samples for text in sample["texts"]]
-        rewards = [reward for sample in samples for reward in sample["turn_rewards"]]
-        read = transcript(texts, rewards)
-        counted = [each for sample in samples for each in _counted(sample)]
-        for turn, numbers in zip(read["turns"], counted, strict=True):
-            turn.update(numbers)
-        found.append({**{name: episode[name] for name in _SHOWN}, **read})
-    return found
-
-
-def _counted(sample: dict[str, Any]) -> Iterator[dict[str, float]]:
-    """Tokens, context and mean log-prob of each turn of a sample."""
-    mask, logprobs = sample["loss_mask"], sample["rollout_logprobs"]
-    for start, stop in itertools.pairwise([*sample["turn_starts"], len(mask)]):
-        tokens = sum(mask[start:stop])
-        # 0 where the mask is 0.
-        mean = sum(logprobs[start:stop]) / max(tokens, 1)
-        yield {"tokens": tokens, "context": stop - tokens, "logprob": mean}
 
 
 def _source_of(path: Path) -> bytes | None:

@@ -22,6 +22,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.config.load import dump_config
 from earl_core.config.run import KEPT_ADAPTER, KEPT_ANCESTOR, KEPT_REFERENCES
 from earl_core.dispatch.segments.pool_directory import new_uid
+from earl_core.run.branches import BRANCHES, Branches
 from earl_core.run.checkpoints import MARKER, read_state
 from earl_core.run.episodes import NAME
 from earl_core.run.inherited_stages import copy_seal, inherit
@@ -70,18 +71,33 @@ def make_fork(parent: Path, iteration: int, config: RunConfig) -> Path:
     # One of its own: another process may be making a fork of this name, too.
     building = target.parent / _BUILDING / f"{config.name}.{uid}"
     make_directory(building, mode=0o700)
-    _copy_past(parent, building, uid, iteration)
-    inherit(parent, building, uid, iteration)
+    try:
+        _fill(building, parent, record, uid, iteration, config)
+        fault_points.point("fork.made", iteration)
+        _rename(building, target)
+    except BaseException:
+        # Of a full disk, for instance; what a killed process leaves is nobody's to judge.
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    finally:
+        with suppress(OSError):
+            building.parent.rmdir()
+    return target
+
+
+def _fill(
+    building: Path, parent: Path, record: dict[str, Any], uid: str, last: int, config: RunConfig
+) -> None:
+    """Write all that the fork begins with, down to the disk."""
+    _copy_past(parent, building, uid, last)
+    inherit(parent, building, uid, last)
     write_atomic(building / "config.yaml", dump_config(config).encode())
-    forked = _record(parent, record, uid, iteration)
+    forked = _record(parent, record, uid, last)
     write_record(building, forked)
-    told = {"time": round(time.time(), 3), "attempt": 0, "iteration": iteration, "stage": "run"}
+    told = {"time": round(time.time(), 3), "attempt": 0, "iteration": last, "stage": "run"}
     event = f"forked from {forked[FORKED]['from']}"
     Journal(building / "ledger.jsonl").append({**told, "event": event})
     sync(building)
-    fault_points.point("fork.made", iteration)
-    _rename(building, target)
-    return target
 
 
 def _copy_past(parent: Path, building: Path, uid: str, last: int) -> None:
@@ -136,7 +152,11 @@ def _record(parent: Path, record: dict[str, Any], uid: str, iteration: int) -> d
     }
     noted = {name: record[name] for name in _NOTED if name in record}
     staleness = noted_staleness(record)
-    past = {} if staleness is None else {STALENESS: staleness}
+    past: dict[str, Any] = {} if staleness is None else {STALENESS: staleness}
+    if opened := Branches.of(record).through(iteration).opened:
+        # What was set aside stays with the parent.
+        own = (each.model_copy(update={"set_aside": "", "pending": False}) for each in opened)
+        past[BRANCHES] = Branches(tuple(own)).dump()
     return {"uid": uid, "attempts": 0, FORKED: forked, **noted, **past}
 
 
@@ -147,5 +167,3 @@ def _rename(building: Path, target: Path) -> None:
         # A directory that appeared meanwhile, and is not empty.
         raise ConfigError(f"{target} exists already: choose another name for the fork") from error
     sync(target.parent)
-    with suppress(OSError):
-        building.parent.rmdir()

@@ -53,7 +53,8 @@ class GroupBatches:
     def key(self, iteration: int) -> str:
         """The key of the settings that play the groups of the iteration's batch."""
         config = self._run.config
-        key = stage_key(config, key_uid(self._run.record), iteration, "collect", [])
+        branch = self._run.branches.key(iteration, "collect")
+        key = stage_key(config, key_uid(self._run.record), iteration, "collect", [], branch)
         # A curriculum draws by returns of an iteration that the staleness chooses.
         return f"{key}-{config.schedule.staleness}" if config.draws_by_returns else key
 

@@ -59,7 +59,8 @@ def inherit(parent: Path, fork: Path, uid: str, after: int) -> None:
         for path in folder.glob("*.json"):
             if stage_of(path.stem) in INHERITABLE:
                 copy_seal(path, place / path.name, uid)
-        if (folder / NAME).is_file():
+        # Rows are of use to the seals that tell of them.
+        if (folder / NAME).is_file() and place.is_dir():
             (place / NAME).unlink(missing_ok=True)
             link_or_copy(folder / NAME, place / NAME)
 

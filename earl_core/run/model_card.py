@@ -10,7 +10,7 @@ from earl_core import __version__
 from earl_core.config import RunConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.yaml_text import read_yaml, write_yaml
-from earl_core.secrets import redact
+from earl_core.secrets import shareable
 from earl_core.system.errors import ConfigError
 from earl_core.system.outside import read_text
 
@@ -53,7 +53,7 @@ def model_card(
         _reproduce(config),
         _license(config, ancestors),
     ]
-    return redact("\n\n".join(section for section in sections if section) + "\n")
+    return shareable("\n\n".join(section for section in sections if section) + "\n")
 
 
 def _base(config: RunConfig, ancestors: Sequence[Line]) -> tuple[str, str]:

@@ -376,12 +376,19 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         *texts, rest = read_file(path).split(b"\n")
     except FileNotFoundError:
         return [], []
+    lines, damaged = whole_lines([*texts, rest])
+    return lines, [number for number in damaged if number <= len(texts)]
+
+
+def whole_lines(texts: Sequence[bytes]) -> tuple[list[dict[str, Any]], list[int]]:
+    """The whole ones of a journal's lines, without their digests, and the numbers (from 1) of
+    damaged ones."""
     lines, damaged = [], []
-    for number, text in enumerate([*texts, rest], start=1):
+    for number, text in enumerate(texts, start=1):
         found = _LINE.fullmatch(text)
         if found is not None and _line_digest(found[1] + b"}") == found[2]:
             lines.append(json.loads(found[1] + b"}"))
-        elif text and number <= len(texts):
+        elif text:
             damaged.append(number)
     return lines, damaged
 

@@ -49,6 +49,19 @@ def kept_weights(publications: Iterable[Manifest], oldest: int, newest: int) -> 
     return [each for each in young if keeps_weights(each, oldest, newest)]
 
 
+_STRETCH = 4
+"""Iterations: a finding that is told in one may begin up to three earlier."""
+
+
+def good_checkpoints(stable: Sequence[int]) -> set[int]:
+    """Iterations whose checkpoint the guard may have the run go back to before anything is found:
+    the first in each of the last two stretches of iterations, so that one is older than what has
+    begun and has not been found yet. stable: ascending."""
+    stretch = max(stable, default=0) // _STRETCH
+    firsts = {each // _STRETCH: each for each in reversed(stable)}
+    return {firsts[each] for each in (stretch - 1, stretch) if each in firsts}
+
+
 def kept_checkpoints(stable: Sequence[int], keep_last: int, best: int | None) -> set[int]:
     """Iterations whose checkpoint stays: the last ones, and the one that was evaluated best.
     stable: ascending."""

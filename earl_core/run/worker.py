@@ -19,6 +19,7 @@ from earl_core.dispatch.reads.batch import Batch
 from earl_core.dispatch.reads.plan import DispatchPlan
 from earl_core.dispatch.shards.manifest import Manifest, await_manifest, sealed_path
 from earl_core.dispatch.shards.store import ShardStore
+from earl_core.run.branches import Branches
 from earl_core.run.run_stores import run_store
 from earl_core.secrets import files_of
 from earl_core.system.errors import Cancelled
@@ -38,7 +39,8 @@ Result = TypeVar("Result")
 
 class RunWorker:
     """Base of what a rank constructs and the controller calls. deployment: a dumped
-    `StageDeployment`. config: a dumped `RunConfig`. peers: those of `Peers`."""
+    `StageDeployment`. config: a dumped `RunConfig`. peers: those of `Peers`. branches: the run's,
+    dumped."""
 
     def __init__(
         self,
@@ -48,18 +50,24 @@ class RunWorker:
         config: dict[str, Any],
         run_directory: str,
         peers: Sequence[Any] = (),
+        branches: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._context = context
         self._deployment = StageDeployment(**deployment)
         self._config = parse_config(config)
         self._run_directory = Path(run_directory)
         self._peers = Peers(*peers)
+        self._branches = Branches.load(branches)
         note_private(_private(self._config, config, run_directory))
 
     @property
     def _hosts(self) -> tuple[str, ...]:
         """The host of each rank, as manifests name it."""
         return self._context.hosts or (host_name(),) * self._context.world_size
+
+    def _seed(self, iteration: int) -> int:
+        """The seed of an iteration's draws."""
+        return self._branches.seed(self._config.seed, iteration)
 
     def _manifests(self, references: Sequence[Mapping[str, Any]]) -> list[Manifest]:
         """The sealed manifests that have these `iteration`, `stage` and `digest`."""

@@ -10,10 +10,14 @@ from earl_core.secrets.redactor import (
     guard_logging,
     guard_output,
     learn,
+    learn_rules,
     learn_url,
     redact,
     redact_error,
     redact_tree,
+    shareable,
+    shareable_names,
+    shareable_tree,
 )
 from earl_core.secrets.references import files_of, resolve
 
@@ -25,9 +29,13 @@ __all__ = [
     "is_reference",
     "is_secret_name",
     "learn",
+    "learn_rules",
     "learn_url",
     "redact",
     "redact_error",
     "redact_tree",
     "resolve",
+    "shareable",
+    "shareable_names",
+    "shareable_tree",
 ]

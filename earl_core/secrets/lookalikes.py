@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 _ALIKE = str.maketrans(
-    # Cyrillic and Greek letters that look like Latin ones, after `casefold`; dotless i; dashes.
-    "авекмнорстухіјѕԁһӏԛԝүαβεηικνορτυχγıł‐‑‒–—−",
-    "abekmhopctyxijsdhlqwyabenikvoptuxyil------",
+    # Cyrillic, Greek and Armenian letters that look like Latin ones, after `casefold`; Latin ones
+    # whose accent is no character of its own; dashes.
+    "авекмнорстухіјѕԁһӏԛԝѵүαβεηικνορτυχγωհոօսցıłøđħŧɑɡ‐‑‒–—−",
+    "abekmhopctyxijsdhlqwvyabenikvoptuxywhnougilodhtag------",
+    # Letters that show nothing: fillers of Hangul, the blank of Braille.
+    "\u115f\u1160\u2800",
 )
 
 
@@ -17,7 +21,7 @@ class PlainText(NamedTuple):
     """text: as it is compared. places: index into the given text of each character of it."""
 
     text: str
-    places: list[int]
+    places: Sequence[int]
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
         """Where characters `start` to `stop` of the text, at least one, stand in the given one."""
@@ -26,11 +30,12 @@ class PlainText(NamedTuple):
 
 def plain(text: str) -> PlainText:
     """The text as rules compare it."""
+    if text.isascii():
+        return PlainText(text.lower(), range(len(text)))
     characters: list[str] = []
     places: list[int] = []
     for place, character in enumerate(text):
-        found = character if character.isascii() else _folded(character)
-        found = found.lower()
+        found = character.lower() if character.isascii() else _folded(character).lower()
         characters.append(found)
         places += [place] * len(found)
     return PlainText("".join(characters), places)

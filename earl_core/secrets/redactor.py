@@ -3,6 +3,9 @@
 It knows values: those that this process resolved from references, and the secrets in its
 environment. A text that looks like a secret by itself is hidden too, so that one that came another
 way than ours (in a library's error, from an environment) stays out.
+
+What leaves the run directory also passes the rules that people give for it (`shareable`); records
+of the run do not, so that rules may change and nothing is done again.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import re
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -26,11 +30,13 @@ from earl_core.system.errors import EarlError
 HIDDEN = "(hidden)"
 
 E = TypeVar("E", bound=BaseException)
+V = TypeVar("V")
 
 _SHORTEST = 4
 _SHORTEST_LINE = 16
 _lock = threading.Lock()
 _known: frozenset[str] = frozenset()
+_rules: dict[str, Callable[[str], str]] = {}
 
 
 def learn(value: str) -> None:
@@ -45,6 +51,14 @@ def learn_url(url: str) -> None:
     """Hide what in a URL lets in, if anything does."""
     for part in _parts_that_let_in(url):
         learn(part)
+
+
+def learn_rules(source: str, hide: Callable[[str], str]) -> None:
+    """Have `shareable` pass texts through `hide` from now on, in this process, in the place of an
+    earlier one of the same source."""
+    with _lock:
+        _rules[source] = hide
+    _changed.cache_clear()
 
 
 def _parts_that_let_in(url: str) -> set[str]:
@@ -64,26 +78,54 @@ def redact(text: str) -> str:
 
 def redact_tree(value: Any) -> Any:
     """Plain data with all its text redacted, keys included."""
+    return _tree(value, redact)
+
+
+def shareable(text: str) -> str:
+    """The text as it may leave the run directory: redacted, and after the rules learnt."""
+    text = redact(text)
+    for hide in list(_rules.values()):
+        text = hide(text)
+    return text
+
+
+def shareable_tree(value: Any) -> Any:
+    """Plain data with all its text as it may leave the run directory, keys included."""
+    return _tree(value, shareable)
+
+
+def shareable_names(numbers: Mapping[str, V]) -> dict[str, V]:
+    """Those whose names the rules do not change: environments and reward functions name some."""
+    return {name: value for name, value in numbers.items() if not (_rules and _changed(name))}
+
+
+@lru_cache(maxsize=65536)
+def _changed(name: str) -> bool:
+    return any(hide(name) != name for hide in list(_rules.values()))
+
+
+def _tree(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return redact(value)
+        return change(value)
     if isinstance(value, dict):
-        return {redact_tree(name): redact_tree(item) for name, item in value.items()}
+        return {_tree(name, change): _tree(item, change) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(redact_tree(item) for item in value)
+        return type(value)(_tree(item, change) for item in value)
     return value
 
 
 def redact_error(error: E) -> E:
-    """The same exception with secrets hidden in its texts, and in those of its causes."""
+    """The same exception with its texts, and those of its causes, as they may leave the run
+    directory."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
-        one.args = tuple(redact(item) if isinstance(item, str) else item for item in one.args)
+        one.args = tuple(shareable(item) if isinstance(item, str) else item for item in one.args)
         if isinstance(one, EarlError):
-            one.remedy = redact(one.remedy)
+            one.remedy = shareable(one.remedy)
         if hasattr(one, "__notes__"):
-            one.__notes__ = [redact(str(note)) for note in one.__notes__]
+            one.__notes__ = [shareable(str(note)) for note in one.__notes__]
         one = one.__cause__ or one.__context__
     return error
 
@@ -138,12 +180,13 @@ def _redact_record(record: logging.LogRecord) -> None:
         text = record.getMessage()
     except Exception:  # a wrong format string; logging itself says so when it is handled
         return
-    shown = redact(text)
+    shown = shareable(text)
     if shown != text:
         # Otherwise left alone: some formatters read the arguments.
         record.msg, record.args = shown, ()
     if record.exc_info and record.exc_info[0] is not None:
-        record.exc_text = redact("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
+        told = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        record.exc_text = shareable(told)
 
 
 class RedactedStream:

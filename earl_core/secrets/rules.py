@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.secrets.lookalikes import plain
+from earl_core.secrets.lookalikes import PlainText, plain
 from earl_core.secrets.patterns import is_reference
 from earl_core.secrets.redactor import HIDDEN, redact
 from earl_core.secrets.references import resolve
+from earl_core.system.errors import ConfigError
 from earl_core.system.settings import Settings
 
 DROPPED = "(turn dropped)"
+LEFT_OUT = "(left out)"
 
 _SHORTEST_SPLIT = 4
 """Characters of words that are looked for over the borders of texts; shorter ones are all over."""
@@ -34,6 +38,9 @@ EpisodeField = Literal[
     "reward", "scores", "scoring", "messages", "closing",
 ]  # fmt: skip
 """Fields of an episode that leaves the machine."""
+
+_OF_OTHERS = ("environment", "outcome", "finish_reason", "scores", "scoring")
+"""Fields that environments and reward functions fill; the rest are numbers of ours, or texts."""
 
 Span = tuple[int, int]
 
@@ -57,7 +64,7 @@ class PatternRule(Settings):
 
 
 class RedactionRules(Settings):
-    """What is hidden in episodes before they are written for others."""
+    """What is hidden in episodes before others see them."""
 
     words: tuple[str, ...] = Field(
         default=(),
@@ -67,8 +74,8 @@ class RedactionRules(Settings):
     patterns: tuple[PatternRule, ...] = Field(default=(), description="Expressions to be hidden.")
     drop_turns: tuple[str, ...] = Field(
         default=(),
-        description="Regular expressions: a turn that one of them finds loses what was observed "
-        "and what was answered.",
+        description="Regular expressions, found as patterns are: a turn that one of them finds "
+        "loses what was observed and what was answered.",
     )
     drop_fields: tuple[EpisodeField, ...] = Field(
         default=(), description="Fields of episodes that are left out."
@@ -105,6 +112,8 @@ class RedactionRules(Settings):
             )
         if self.key is not None and not is_reference(self.key):
             raise ValueError("key is no reference: write env:NAME or file:PATH, not the key")
+        if "reward" in self.hash_fields:
+            raise ValueError("a hash of the reward tells nothing: put it into drop_fields")
         if both := set(self.drop_fields) & set(self.hash_fields):
             raise ValueError(f"{min(both)} is in drop_fields and in hash_fields: choose one")
         names = [rule.name for rule in self.patterns]
@@ -115,6 +124,10 @@ class RedactionRules(Settings):
         return self
 
 
+_ANYTHING = ("word", "42", "?!")
+"""Texts of every kind: what finds each of them finds all."""
+
+
 def _checked(pattern: str) -> str:
     try:
         found = re.compile(pattern)
@@ -122,6 +135,8 @@ def _checked(pattern: str) -> str:
         raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
     if found.search("") is not None:
         raise ValueError(f"{pattern!r} finds the empty text, and so all: say what it is to find")
+    if all(found.search(text) for text in _ANYTHING):
+        raise ValueError(f"{pattern!r} finds every text: say what it is to find")
     return pattern
 
 
@@ -130,12 +145,13 @@ def _of_word(word: str, between: str) -> re.Pattern[str]:
 
 
 class Redaction:
-    """Applies rules to one episode after the other. found: how often each rule has hidden
-    something, rules that have hidden nothing among them. Raises `ConfigError` for a key that is
-    not there."""
+    """Applies rules to one episode after the other. rules: None: the redactor alone. found: how
+    often each rule has hidden something, rules that have hidden nothing among them. Raises
+    `ConfigError` for a key that is not there."""
 
-    def __init__(self, rules: RedactionRules) -> None:
-        self.rules = rules
+    def __init__(self, rules: RedactionRules | None = None) -> None:
+        self.given = rules is not None
+        self.rules = rules = rules or RedactionRules.model_construct()
         self.found: Counter[str] = Counter(dict.fromkeys(self._names(), 0))
         self.characters = self.kept = 0
         self._key = b"" if rules.key is None else str(resolve(rules.key)).encode()
@@ -150,14 +166,58 @@ class Redaction:
         """Rules that have hidden nothing."""
         return [name for name, times in self.found.items() if not times]
 
-    @property
-    def hides_all(self) -> bool:
-        """Whether nothing is left of the texts, and there were some."""
-        return self.characters > 0 and self.kept == 0
+    def told(self) -> list[str]:
+        """A sentence about rules that have hidden nothing, where there are some."""
+        if not (self.unused and self.characters):
+            return []
+        return [f"rules of redaction found nothing in what was shown: {', '.join(self.unused)}"]
 
-    def texts(self, texts: Sequence[str]) -> list[str]:
+    def check_something_left(self) -> None:
+        """Raise `ConfigError` where there were texts of episodes, and nothing is left of any."""
+        if self.characters > 0 and self.kept == 0:
+            raise ConfigError(
+                "the rules leave nothing of any text: name what is to be hidden, or drop the "
+                "fields `messages` and `closing`"
+            )
+
+    def episode(self, episode: Mapping[str, Any]) -> dict[str, Any]:
+        """A kept episode (`run.kept_episodes`) as it may leave the run directory: fields that are
+        left out are None or empty, their messages `LEFT_OUT`; those that are hashed are texts."""
+        found = {**episode, "texts": self._texts(episode["texts"])}
+        for name in _OF_OTHERS:
+            if name in found:
+                found[name] = self._value(found[name])
+        said = 2 * len(found["turn_rewards"])
+        for name in (*self.rules.drop_fields, *self.rules.hash_fields):
+            hashes = name in self.rules.hash_fields
+            if name in found:
+                nothing = "" if isinstance(found[name], str) else None
+                found[name] = self.hashed([name, found[name]]) if hashes else nothing
+            if name in ("messages", "closing"):
+                part = slice(said) if name == "messages" else slice(said, None)
+                found["texts"][part] = [
+                    self.hashed([name, text]) if hashes else LEFT_OUT
+                    for text in found["texts"][part]
+                ]
+            if name == "reward":
+                found["turn_rewards"] = [None] * len(found["turn_rewards"])
+        return found
+
+    def hide(self, text: str) -> str:
+        """A text that is no episode's own, such as an error that quotes one. What a rule for turns
+        finds is left out whole."""
+        for number, pattern in enumerate(self._turns):
+            if pattern.search(text):
+                self.found[f"turns {number + 1}"] += 1
+                return DROPPED
+        return _hidden(text, self._spans(text))
+
+    def _texts(self, texts: Sequence[str]) -> list[str]:
         """The texts of an episode, observation and answer in turn, and what was said at its end."""
-        given = self._without_turns([redact(text) for text in texts])
+        given, whole = list(texts), "\n".join(texts)
+        if redact(whole) != whole:
+            given = [redact(text) for text in texts]
+        given = self._without_turns(given)
         hidden = [self._spans(text) for text in given]
         for number, start, stop in self._split(given):
             hidden[number].append((start, stop, HIDDEN))
@@ -168,26 +228,22 @@ class Redaction:
             self.kept += 0 if dropped == DROPPED else len(dropped) - covered
         return found
 
-    def value(self, value: Any) -> Any:
+    def _value(self, value: Any) -> Any:
         """Plain data with all its text and numbers looked at, names included."""
         if isinstance(value, dict):
-            return {self.value(name): self.value(item) for name, item in value.items()}
+            return {self._value(name): self._value(item) for name, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.value(item) for item in value]
+            return [self._value(item) for item in value]
         if isinstance(value, bool) or value is None:
             return value
         text = value if isinstance(value, str) else json.dumps(value)
-        shown = self._one(text)
+        shown = self.hide(redact(text))
         return value if shown == text else shown
 
     def hashed(self, value: Any) -> str:
         """16 hexadecimal digits for a value, by HMAC-SHA256 with the key."""
         text = json.dumps(value, sort_keys=True)
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()[:16]
-
-    def _one(self, text: str) -> str:
-        text = redact(text)
-        return _hidden(text, self._spans(text))
 
     def _spans(self, text: str) -> list[tuple[int, int, str]]:
         return [(*span, self._instead(rule, text[slice(*span)])) for rule, span in self._seen(text)]
@@ -208,36 +264,35 @@ class Redaction:
             for match in word.finditer(compared.text):
                 found.append((None, compared.span(*match.span())))
                 self.found[f"word {number + 1}"] += 1
-        for rule, (exact, folded) in zip(self.rules.patterns, self._patterns, strict=True):
-            spans = {match.span() for match in exact.finditer(text)}
-            spans |= {compared.span(*each.span()) for each in folded.finditer(compared.text)}
-            joined = _joined(list(spans))
-            self.found[f"pattern {rule.name}"] += len(joined)
-            found += [(rule, span) for span in joined]
+        for rule, expression in zip(self.rules.patterns, self._patterns, strict=True):
+            spans = expression.spans(text, compared)
+            self.found[f"pattern {rule.name}"] += len(spans)
+            found += [(rule, span) for span in spans]
         return found
 
     def _split(self, texts: Sequence[str]) -> Iterable[tuple[int, int, int]]:
         """Parts of words that are split over texts: the text's number, start and stop. Observations
         and answers are read one after the other, and all together."""
         for numbers in (range(0, len(texts), 2), range(1, len(texts), 2), range(len(texts))):
-            places: list[tuple[int, int]] = []
-            characters: list[str] = []
-            for number in numbers:
-                if texts[number] == DROPPED:
-                    continue
-                compared = plain(texts[number])
-                first = len(compared.text) - len(compared.text.lstrip())
-                last = len(compared.text.rstrip())
-                characters.append(compared.text[first:last])
-                places += [(number, place) for place in compared.places[first:last]]
-            whole = "".join(characters)
+            kept = [number for number in numbers if texts[number] != DROPPED]
+            parts = [plain(texts[number]) for number in kept]
+            # Where each begins: in itself without its first white space, and in the whole.
+            firsts = [len(part.text) - len(part.text.lstrip()) for part in parts]
+            bodies = [part.text.strip() for part in parts]
+            starts = [0, *itertools.accumulate(map(len, bodies))]
+            whole = "".join(bodies)
             for number, word in enumerate(self._split_words):
                 for match in word.finditer(whole):
-                    part = places[match.start() : match.end()]
-                    if len(part) < _SHORTEST_SPLIT or part[0][0] == part[-1][0]:
+                    one = bisect_right(starts, match.start()) - 1
+                    other = bisect_right(starts, match.end() - 1) - 1
+                    if len(match[0]) < _SHORTEST_SPLIT or one == other:
                         continue
                     self.found[f"word {number + 1}"] += 1
-                    yield from ((at, place, place + 1) for at, place in part)
+                    for at in range(one, other + 1):
+                        first = firsts[at] + max(match.start() - starts[at], 0)
+                        stop = firsts[at] + min(match.end() - starts[at], len(bodies[at]))
+                        if first < stop:
+                            yield (kept[at], *parts[at].span(first, stop))
 
     def _instead(self, rule: PatternRule | None, text: str) -> str:
         if rule is None:
@@ -253,15 +308,29 @@ class Redaction:
         return [_of_word(word, r"\s*") for word in self.rules.words]
 
     @cached_property
-    def _patterns(self) -> list[tuple[re.Pattern[str], re.Pattern[str]]]:
-        return [
-            (re.compile(rule.match), re.compile(rule.match, re.IGNORECASE))
-            for rule in self.rules.patterns
-        ]
+    def _patterns(self) -> list[_Expression]:
+        return [_Expression(rule.match) for rule in self.rules.patterns]
 
     @cached_property
-    def _turns(self) -> list[re.Pattern[str]]:
-        return [re.compile(pattern) for pattern in self.rules.drop_turns]
+    def _turns(self) -> list[_Expression]:
+        return [_Expression(pattern) for pattern in self.rules.drop_turns]
+
+
+class _Expression:
+    """A regular expression, looked for in a text as it is and as words are compared."""
+
+    def __init__(self, pattern: str) -> None:
+        self._exact, self._folded = re.compile(pattern), re.compile(pattern, re.IGNORECASE)
+
+    def search(self, text: str) -> bool:
+        """Whether it finds anything."""
+        return bool(self._exact.search(text) or self._folded.search(plain(text).text))
+
+    def spans(self, text: str, compared: PlainText) -> list[Span]:
+        """What it finds; places between characters, as of a lookahead, hold nothing to hide."""
+        found = {match.span() for match in self._exact.finditer(text) if match[0]}
+        found |= {compared.span(*m.span()) for m in self._folded.finditer(compared.text) if m[0]}
+        return _joined(found)
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
@@ -281,7 +350,8 @@ def _hidden(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
     done = 0
     for start, stop in _joined([(a, b) for a, b, _ in spans]):
         instead = next(word for a, _, word in sorted(spans) if a == start)
-        # Neighbours are one hole.
-        parts += [text[done:start]] if parts and start == done else [text[done:start], instead]
+        # Neighbours are one hole, but those that are told apart.
+        one = parts and start == done and parts[-1] == instead
+        parts += [] if one else [text[done:start], instead]
         done = stop
     return "".join([*parts, text[done:]])

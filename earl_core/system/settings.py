@@ -58,3 +58,7 @@ Options = Annotated[dict[str, Any], AfterValidator(_check_options)]
 
 Place = Annotated[str, AfterValidator(os.path.expanduser)]
 """A directory; `~` is the user's home, as a shell reads it, and never a folder of that name."""
+
+
+WholePath = Annotated[Place, AfterValidator(os.path.abspath)]
+"""A file, by its whole path: it is looked for from other working directories, too."""

@@ -123,6 +123,10 @@ REFERENCE_SCHEMA = pa.schema(
 )
 """Log-probs of the same tokens under the frozen initial policy."""
 
+VALUES_SCHEMA = pa.schema([_field("sample_id", pa.int64()), per_token("values", pa.float32())])
+"""What the critic expects of the return, before the token is sampled; 0 on tokens that are no time
+step of the advantage estimator."""
+
 REWARD_SCHEMA = pa.schema(
     [
         _field("sample_id", pa.int64()),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -22,12 +24,14 @@ from tasks.reports.compare_page.compared import facts, return_text
 from tasks.reports.compare_page.page import seconds_text
 from tasks.reports.lines import Line, interval, mean_return, outcome_names
 
-_MARKS = "●x+o*#%@"
+_MARKS = f"●x+o*#%@{ascii_lowercase}{ascii_uppercase}"
 _MOST_PROMPTS = 200
 _MOST_EPISODES = 4
 _LONGEST = 600
 """Characters of a text that is printed; the page has all of it."""
 _NARROW = 90
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters of control, but tabs and ends of lines."""
 
 
 def compare_runs(runs: Sequence[str], runs_directory: str, html: Path | None, prompts: int) -> None:
@@ -45,6 +49,9 @@ def compare_runs(runs: Sequence[str], runs_directory: str, html: Path | None, pr
     written = _write(found, html) if html is not None else ""
     console = make_console()
     _print(found, prompts, console)
+    for run in recorded:
+        for text in run.redaction.told():
+            console.print(f"{run.label}: {text}", style="yellow")
     if written:
         console.print(f"\n{written}")
 
@@ -147,9 +154,11 @@ def _panel(label: str, episode: Played) -> RenderableType:
         parts.append(Text(_cut(episode.texts[2 * turn]), style="dim"))
         parts.append(Text(f"> {_cut(episode.texts[2 * turn + 1])}"))
     parts += [Text(_cut(text), style="dim") for text in episode.texts[2 * len(episode.rewards) :]]
-    title = Text(f"{label}: {', '.join(text for text in told if text)}")
+    title = Text(_cut(f"{label}: {', '.join(text for text in told if text)}"))
     return Panel(Group(*parts), title=title, title_align="left")
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+    # What a model or an environment has said is to be read, and steers no terminal.
+    return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from earl_core.config import ConfigError
 from earl_core.config.model import ModelConfig
-from earl_core.config.redaction import load_rules
+from earl_core.config.redaction import load_rules, redaction_of
 from earl_core.control.policy_player import find_checkpoint
 from earl_core.pretrained.adapter_directory import is_adapter
 from earl_core.run.episode_export import export_episodes
 from earl_core.run.export import check_target, export_policy
 from earl_core.run.model_card import model_card
 from earl_core.run.record import lineage, read_record, stored_config
+from earl_core.secrets.rules import Redaction
 from earl_core.system.files import make_directory
 from flows.cli.found_runs import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console
@@ -40,6 +41,7 @@ def export(
     if rules is not None:
         raise ConfigError("--redact goes with --to episodes: leave it out")
     config = stored_config(path)
+    redaction_of(config)
     evaluations = evaluations_of(path)
     target = output or path / "export" / checkpoint
     check_target(target)
@@ -73,10 +75,11 @@ def export(
 
 def _episodes(run: Path, target: Path, rules: Path | None) -> None:
     """Write the kept episodes, and say what was hidden and what is left to look at."""
-    given = None if rules is None else load_rules(rules)
+    config = stored_config(run)
+    redaction = redaction_of(config) if rules is None else Redaction(load_rules(rules))
     make_directory(target.absolute().parent)
     try:
-        done = export_episodes(run, target, given)
+        done = export_episodes(run, target, redaction)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
     console = make_console()
@@ -94,7 +97,7 @@ def _episodes(run: Path, target: Path, rules: Path | None) -> None:
         f"{left['linked']['times']:,} times ({done.report}, not to be shared)",
         markup=False,
     )
-    if given is None:
+    if not redaction.given:
         console.print("  no --redact: only what looks like a secret was hidden", style="yellow")
 
 

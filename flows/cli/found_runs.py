@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 from earl_core.deployment.stages import STAGES, stage_of
+from earl_core.run.branches import Branches
 from earl_core.run.checkpoints import evaluated
 from earl_core.run.record import RunDamaged, read_lines, read_record
 from earl_core.run.told_progress import told_share
@@ -18,7 +21,8 @@ def find_run(run: str, runs_directory: str) -> Path:
     """The directory of a run given by name or by path; raises `ConfigError`."""
     for path in (Path(run), Path(runs_directory) / run):
         if (path / "config.yaml").is_file():
-            return path
+            # What lies beside a run is found by its name.
+            return path if path.name not in ("", "..") else path.resolve()
     known = sorted(path.parent.name for path in Path(runs_directory).glob("*/config.yaml"))
     listed = f"it holds {', '.join(known)}" if known else "it holds no runs"
     raise ConfigError(
@@ -30,7 +34,13 @@ def find_run(run: str, runs_directory: str) -> Path:
 def iterations_of(path: Path) -> list[Line]:
     """Every finished iteration of a run, ascending."""
     latest = {line["iteration"]: line for line in read_lines(path / "metrics.jsonl")}
-    return [latest[number] for number in sorted(latest)]
+    return [_measured(latest[number]) for number in sorted(latest)]
+
+
+def _measured(line: Line) -> Line:
+    """The line without metrics that are no number, as a loss of one's own may tell: no chart has a
+    place for them."""
+    return {k: v for k, v in line.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
 def activities_of(path: Path) -> list[str]:
@@ -56,14 +66,23 @@ def activities_of(path: Path) -> list[str]:
 
 def evaluations_of(path: Path) -> list[Line]:
     """A line for each sealed evaluation, by ascending policy version."""
-    return [{"iteration": each.iteration, **each.metrics} for each in evaluated(path)]
+    return [_measured({"iteration": each.iteration, **each.metrics}) for each in evaluated(path)]
 
 
 def tracking_uri(path: Path) -> str | None:
     """Return the address at which the run was tracked; None when it was not."""
-    try:
-        record = read_record(path)
-    except (OSError, RunDamaged):
-        return None
-    uri = (record.get("tracking") or {}).get("uri")
+    uri = (_record(path).get("tracking") or {}).get("uri")
     return uri if isinstance(uri, str) else None
+
+
+def branch_of(path: Path) -> int | None:
+    """The number of the branch that the run is in; None before the guard has had it go back."""
+    opened = Branches.of(_record(path)).opened
+    return opened[-1].number if opened else None
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        return read_record(path)
+    except (OSError, RunDamaged):
+        return {}

@@ -52,7 +52,7 @@ def explain_run(run: str, runs_directory: str, explain: bool, as_json: bool = Fa
     taught, and what was predicted beside what was measured.
     """
     name, at, number = run.partition("@")
-    if not (at and number.isdigit()):
+    if not (at and number.isdecimal()):
         raise ConfigError(f"{run!r} is not of the form RUN@ITERATION, such as demo@12")
     path, iteration = find_run(name, runs_directory), int(number)
     folder = path / "iterations" / f"{iteration:06d}"

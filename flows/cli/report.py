@@ -22,3 +22,5 @@ def report(run: str, runs_directory: str, output: Path | None, episodes: int) ->
         ) from None
     listed = f"{page.episodes:,} episode{'' if page.episodes == 1 else 's'}"
     print(f"{page.path}: {page.bytes / 1e6:.1f} MB, {listed}; open it in a browser")
+    for text in page.told:
+        print(text)

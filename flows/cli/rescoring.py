@@ -51,7 +51,7 @@ def rescore(
 def _config(path: Path, function: str, overrides: list[str]) -> RunConfig:
     whole = function if function.startswith("{") else json.dumps({"function": function})
     given = f"reward.functions=[{whole}]"
-    return config_of_run(path, [given, *overrides])
+    return config_of_run(path, [*overrides, given])
 
 
 def _row(found: Rescored) -> dict[str, Any]:

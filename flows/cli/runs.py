@@ -17,7 +17,7 @@ from earl_core.run.lock import is_locked
 from earl_core.run.record import is_finished, read_lines
 from earl_core.system.errors import ConfigError
 from earl_core.system.outside import read_text
-from flows.cli.found_runs import activities_of, iterations_of
+from flows.cli.found_runs import activities_of, branch_of, iterations_of
 from flows.cli.tables import duration, make_console, rows_table
 from tasks.reports.lines import mean_return, signed
 
@@ -28,7 +28,8 @@ State = Literal["training", "finished", "failed", "stopped"]
 class RunSummary:
     """A run at a glance.
 
-    iterations_done of `iterations`, which is None where its configuration cannot be read.
+    iterations_done of `iterations`, which is None where its configuration cannot be read. branch:
+    the one that it is in, None where it never went back by itself.
     doing: stages that go on, by iteration, where it trains. mean_return: of the last iteration.
     changed: seconds since 1970. size_bytes: of its directory.
     """
@@ -37,6 +38,7 @@ class RunSummary:
     state: State
     iterations_done: int
     iterations: int | None
+    branch: int | None
     doing: list[str]
     mean_return: float | None
     changed: float
@@ -54,6 +56,7 @@ def summarize(path: Path) -> RunSummary:
         state=state,
         iterations_done=int(lines[-1]["iteration"]) + 1 if lines else 0,
         iterations=_iterations(config),
+        branch=branch_of(path),
         doing=activities_of(path) if state == "training" else [],
         mean_return=mean_return(lines[-1]) if lines else None,
         changed=changed,
@@ -94,6 +97,7 @@ def list_runs(runs_directory: str, as_json: bool) -> None:
             "run": run.name,
             "state": run.state,
             "iterations": f"{run.iterations_done} of {run.iterations or '?'}",
+            "branch": str(run.branch or ""),
             "now": ", ".join(run.doing),
             "return": signed(run.mean_return, 2),
             "last change": f"{duration(max(0.0, now - run.changed))} ago",

@@ -105,7 +105,7 @@ def show_shard(shard: str, row: int, runs_directory: str) -> None:
 def _of_manifest(shard: str, runs_directory: str) -> tuple[Manifest, list[Path]]:
     run, at, rest = shard.partition("@")
     iteration, slash, stage = rest.partition("/")
-    if not (at and slash and iteration.isdigit()):
+    if not (at and slash and iteration.isdecimal()):
         raise ConfigError(
             f"{shard!r} is neither a file nor of the form RUN@ITERATION/STAGE, such as "
             "demo@3/rollout"

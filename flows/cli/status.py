@@ -18,7 +18,7 @@ from earl_core.run.run_stores import list_stores
 from earl_core.system.errors import EarlError
 from earl_core.system.processes import start_time
 from earl_core.system.service import living_service, read_services
-from flows.cli.found_runs import iterations_of
+from flows.cli.found_runs import branch_of, iterations_of
 from flows.cli.runs import state_of
 from flows.cli.tables import duration, make_console, rows_table
 from flows.server import ServerUnavailable, access_of, running_server
@@ -115,6 +115,7 @@ def _run_state(path: Path) -> dict[str, Any]:
         "state": state,
         "iterations": done,
         "of": config.iterations,
+        "branch": branch_of(path),
         # Sealed stages are done; the first that is not is worked on, or resumed with.
         "stage": None if state == "finished" else (ahead[0] if ahead else stages[-1]),
         "process": _owner(path) if state == "training" else None,
@@ -159,6 +160,7 @@ def _run_row(row: dict[str, Any]) -> dict[str, str]:
         "run": row["run"],
         "state": row["state"],
         "iterations": f"{row['iterations']} of {row['of']}" if "of" in row else "",
+        "branch": str(row.get("branch") or ""),
         "stage": row.get("stage") or "",
         "process": str(row.get("process") or ""),
         "last iteration": f"{duration(ago)} ago" if ago is not None else "",

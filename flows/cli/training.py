@@ -60,7 +60,7 @@ def resume(
     path = find_run(run, runs_directory)
     settings = stored_config(path, overrides)
     if start is not None:
-        if start != "initial" and not start.isdigit():
+        if start != "initial" and not start.isdecimal():
             raise ConfigError(
                 f"--from takes the number of an iteration, or `initial`, not {start!r}"
             )
@@ -72,7 +72,8 @@ def resume(
 def go_on(settings: RunConfig, path: Path, overrides: list[str], show: Show) -> None:
     """Train the run in a directory on. settings: as stored there, with the overrides."""
     # The directory may have been moved since its configuration was written.
-    place = [f"name={settings.name}", f"runs_directory={settings.runs_directory}"]
+    directory = json.dumps(settings.runs_directory, ensure_ascii=False)
+    place = [f"name={settings.name}", f"runs_directory={directory}"]
     _train(settings, str(path / "config.yaml"), [*overrides, *place], show)
 
 

@@ -22,7 +22,7 @@ _MOST_TURNS = 40
 
 def episodes_page(iteration: int, episodes: Sequence[dict[str, Any]]) -> str:
     """Markdown: the episodes with the highest and the lowest reward among those given. episodes: as
-    `earl_core.run.episodes.read_episodes` gives them, at least one."""
+    `earl_core.run.kept_episodes.read_episodes` gives them, at least one."""
     ranked = sorted(episodes, key=_reward)
     shown = [("A good episode", ranked[-1])]
     if _reward(ranked[0]) < _reward(ranked[-1]):

@@ -18,7 +18,15 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from earl_core.config import ConfigError, RunConfig
-from earl_core.secrets import learn_url, redact, redact_tree, resolve
+from earl_core.secrets import (
+    learn_url,
+    redact,
+    redact_tree,
+    resolve,
+    shareable,
+    shareable_names,
+    shareable_tree,
+)
 from earl_core.system.files import refuse_network
 from tasks.tracking.database import LOCKED_SECONDS, first_use, sqlite_path
 from tasks.tracking.inputs import PlayedInput
@@ -111,10 +119,10 @@ class Numbers(NamedTuple):
     seconds: float
 
     def finite(self) -> dict[str, float]:
-        """Numbers that MLflow can store, under names that it takes."""
+        """Numbers that MLflow can store, under names that it takes, and that it may have."""
         return {
             stored_name(name): float(value)
-            for name, value in self.metrics.items()
+            for name, value in shareable_names(self.metrics).items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
 
@@ -166,7 +174,8 @@ class MlflowRun:
         from mlflow.entities import Param
 
         cut = {
-            key[:_KEY_LIMIT]: redact(value)[:_PARAMETER_LIMIT] for key, value in parameters.items()
+            key[:_KEY_LIMIT]: shareable(value)[:_PARAMETER_LIMIT]
+            for key, value in parameters.items()
         }
         found = patient(lambda: self.client.get_run(self.run_id)).data
         there = found.params
@@ -190,7 +199,7 @@ class MlflowRun:
     def describe_in_words(self, text: str) -> None:
         """Replace the text on top of the run's page, unless somebody else wrote the one there."""
         there = patient(lambda: self.client.get_run(self.run_id)).data.tags
-        text = redact(text)[:_TAG_LIMIT]
+        text = shareable(text)[:_TAG_LIMIT]
         if there.get(_DESCRIPTION) and there.get(_WRITTEN) != _mark(there[_DESCRIPTION]):
             return
         self.set_tags({_DESCRIPTION: text, _WRITTEN: _mark(text)})
@@ -214,9 +223,9 @@ class MlflowRun:
     def log_table(self, rows: Sequence[Mapping[str, Any]], path: str) -> None:
         """Store rows as a table that MLflow's pages show, replacing the one at this path.
         `MlflowClient.log_table` would add them to those that are there, twice if sent twice."""
-        columns = list(dict.fromkeys(name for row in rows for name in row))
+        columns = list(dict.fromkeys(name for row in rows for name in shareable_names(row)))
         data = [[row.get(name, "") for name in columns] for row in rows]
-        self.log_text(json.dumps({"columns": columns, "data": data}), path)
+        self.log_text(json.dumps({"columns": columns, "data": shareable_tree(data)}), path)
         there = patient(lambda: self.client.get_run(self.run_id)).data.tags
         tables = json.loads(there.get(_TABLES, "[]"))
         if (table := {"path": path, "type": "table"}) not in tables:

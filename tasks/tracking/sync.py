@@ -13,13 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from earl_core.config import RunConfig, dump_config
+from earl_core.config import ConfigError, RunConfig, dump_config
 from earl_core.config.environment import EnvironmentConfig
+from earl_core.control.guarding import found_in
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run import RunDirectory
-from earl_core.run.episodes import EpisodesDamaged, read_episodes
+from earl_core.run.episodes import EpisodesDamaged
+from earl_core.run.kept_episodes import read_episodes
+from earl_core.secrets import shareable, shareable_tree
 from tasks.reports.chart import selector_chart
+from tasks.reports.guard_report import newest_finding
 from tasks.tracking.inputs import played_inputs
 from tasks.tracking.metric_catalogue import described, for_mlflow
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers
@@ -55,11 +59,16 @@ def sent_before(run: RunDirectory, tags: Mapping[str, str]) -> dict[str, int]:
 
 
 def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
-    """Return the tags of the run's present state: its plan's reasons, its newest checkpoint, the
-    things that were sent."""
+    """Return the tags of the run's present state: its plan's reasons, the guard's newest finding,
+    its newest checkpoint, the things that were sent."""
     tags = {SENT: json.dumps({**sent, "past": _past(run)}, sort_keys=True)}
     reasons = _plan(run, sent.get("metrics", -1)).get("reasons", {})
-    tags |= {f"plan.{stage}": str(reason) for stage, reason in reasons.items()}
+    tags |= {f"plan.{stage}": shareable(str(reason)) for stage, reason in reasons.items()}
+    for branch in run.branches.opened:
+        tags["branch"] = str(branch.number)
+        tags[f"branch.{branch.number}"] = shareable(branch.line)
+    if found := newest_finding(found_in(run, sent.get("metrics", -1))):
+        tags["guard"] = shareable(found)
     stable = run.last_stable()
     if stable >= 0:
         tags["checkpoint"] = str(run.checkpoint_path(stable).resolve())
@@ -70,7 +79,7 @@ def state_tags(run: RunDirectory, sent: Mapping[str, int]) -> dict[str, str]:
 def unsent(run: RunDirectory, sent: Mapping[str, int]) -> Iterator[Thing]:
     """Yield the things to send, in order. sent: as of `sent_before`."""
     if sent.get("config.yaml", -1) < run.attempt:
-        text = dump_config(run.config)
+        text = shareable(dump_config(run.config))
         yield Thing("config.yaml", run.attempt, lambda mlflow: mlflow.log_text(text, "config.yaml"))
     if "inputs" not in sent:
         yield Thing("inputs", 0, lambda mlflow: mlflow.log_inputs(played_inputs(run.config)))
@@ -198,7 +207,7 @@ def _new_layout(run: RunDirectory, iteration: int) -> Send | None:
     plan, before = _plan(run, iteration), _plan(run, iteration - 1)
     if all(plan.get(part) == before.get(part) for part in ("stages", "policy")):
         return None
-    text = json.dumps(plan, indent=1)
+    text = json.dumps(shareable_tree(plan), indent=1)
     return lambda mlflow: mlflow.log_text(text, f"plans/{iteration:06d}.json")
 
 
@@ -213,9 +222,10 @@ def _plan(run: RunDirectory, iteration: int) -> dict[str, Any]:
 def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send | None:
     path, most = run.episodes_path(iteration), run.config.tracking.trace_episodes
     try:
-        episodes = read_episodes(path, most) if most else []
+        episodes = read_episodes(path, run.redaction, most) if most else []
         seconds = path.stat().st_mtime if episodes else 0.0
-    except (EpisodesDamaged, FileNotFoundError) as error:
+        run.redaction.check_something_left()
+    except (EpisodesDamaged, FileNotFoundError, ConfigError) as error:
         logger.warning("iteration %d is not traced: %s", iteration, error)
         return None
     tools = _with_tools(run.config)
@@ -225,7 +235,7 @@ def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send |
         episode_trace(
             run.uid, iteration, each, seconds, tools=each["environment"] in tools, mismatch=mismatch
         )
-        for each in episodes
+        for each in map(_numbered, range(len(episodes)), episodes)
     ]
 
     def send(mlflow: MlflowRun) -> None:
@@ -233,6 +243,11 @@ def _traces(run: RunDirectory, iteration: int, row: Mapping[str, Any]) -> Send |
             mlflow.log_trace(trace)
 
     return send if traces else None
+
+
+def _numbered(place: int, episode: dict[str, Any]) -> dict[str, Any]:
+    """An episode whose number was left out by rules, by its place: traces need to differ."""
+    return {**episode, "episode_id": place} if episode["episode_id"] is None else episode
 
 
 def _with_tools(config: RunConfig) -> set[str]:

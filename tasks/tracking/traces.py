@@ -82,7 +82,7 @@ def episode_trace(
     tools: bool = False,
     mismatch: Mapping[str, float] | None = None,
 ) -> EpisodeTrace:
-    """The trace of one episode of `earl_core.run.episodes.read_episodes`.
+    """The trace of one episode of `earl_core.run.kept_episodes.read_episodes`.
 
     tools: whether tools answer the model. mismatch: between engine and trainer, over the whole
     iteration, because an update keeps no log-probs by episode. end_seconds: Unix time at which the

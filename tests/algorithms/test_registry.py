@@ -21,7 +21,10 @@ from earl_core.system.errors import ConfigError
 ALL: dict[str, tuple[Registry[Any], tuple[str, ...]]] = {
     "advantages": (
         ADVANTAGE_ESTIMATORS,
-        ("dr_grpo", "gigpo", "grpo", "reinforce", "reinforce_plus_plus", "rloo", "turn_returns"),
+        (
+            *("dr_grpo", "gae", "gigpo", "grpo", "reinforce", "reinforce_plus_plus", "rloo"),
+            "turn_returns",
+        ),
     ),
     "losses": (POLICY_LOSSES, ("cispo", "dppo", "gspo", "policy_gradient", "ppo_clip", "sapo")),
     "kl": (KL_ESTIMATORS, ("k1", "k2", "k3")),

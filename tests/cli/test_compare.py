@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from earl_core.system.errors import ConfigError
 from earl_core.trajectory.samples import Episode
 from flows.cli.bisecting import bisect_runs
 from flows.cli.comparing import compare_runs
+from tasks.reports.compare_page import page
 from tests.cli.test_report import ARGUMENTS, CHROMIUM, HOSTILE, SECRET, Reader, config, sealed
 from tests.flows.planting import flip_a_mask
 from tests.kept import game, seal_episodes
@@ -122,6 +124,27 @@ def test_runs_are_put_side_by_side(
     boxes = [narrow.page.locator(".episode").nth(number).bounding_box() for number in range(2)]
     assert boxes[0]["x"] == boxes[1]["x"]
     narrow.close()
+
+
+def test_many_runs_no_numbers_long_texts_and_texts_that_steer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "_MOST_CHARACTERS", 1000)
+    for number in range(10):
+        run = opened(tmp_path, f"r{number}")
+        other = said(1, "short", 0.0)
+        other.samples[0].texts[0] = "board 9"
+        measured(run, 0.5, [said(0, "\x1b[2J" + "long" * 30, number), other])
+        run.append_metrics(2, {"rollout/return/mean": math.nan, "update/grad_norm": math.inf})
+        run.close()
+    compare_runs([f"r{n}" for n in range(10)], str(tmp_path / "runs"), tmp_path / "p.html", 2)
+    shown = capsys.readouterr().out
+    assert "@ r7   a r8   b r9" in shown
+    assert "\N{REPLACEMENT CHARACTER}[2Jlong" in shown
+    assert "\x1b" not in shown
+    # The one that was farthest apart has no room, and the others are shown without it.
+    assert ", 1 equal prompt;" in shown
+    shutil.rmtree(tmp_path / "shards", ignore_errors=True)
 
 
 def test_bad_input_is_refused_in_a_sentence(runs: Path) -> None:

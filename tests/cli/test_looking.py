@@ -54,6 +54,7 @@ NAMING: dict[str, dict[str, Any]] = {
     "estimator": {"algorithm": {"advantage": "canary:Estimator"}},
     "loss": {"algorithm": {"policy_loss": {"name": "canary:Loss"}}},
     "aggregation": {"algorithm": {"aggregation": "canary:Sum"}},
+    "placement": {"stages": {"placement": "canary:APART"}},
     "kl": {"algorithm": {"kl": {"placement": "loss", "coefficient": 0.1, "estimator": "canary:K"}}},
     "builder": {"model": {"builder": "canary:build"}},
 }
@@ -98,7 +99,16 @@ def test_looking_runs_nothing(beside: Path, first: str, monkeypatch: pytest.Monk
     for other in ("packages", "machine", "shared_memory", "services"):
         monkeypatch.setattr(f"flows.cli.doctor.check_{other}", lambda *_: [])
     raw = merged(NAMING[first])
-    for named in ("suite", "reward", "estimator", "loss", "aggregation", "kl", "builder"):
+    for named in (
+        "suite",
+        "reward",
+        "estimator",
+        "loss",
+        "aggregation",
+        "kl",
+        "builder",
+        "placement",
+    ):
         for section, keys in NAMING[named].items():
             raw[section] = {**raw.get(section, {}), **keys}
     file, run = Path("run.yaml"), Path("runs/one")

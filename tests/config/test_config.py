@@ -219,6 +219,8 @@ class OwnLoss(PolicyLoss):
             "reward.functions.0.options.api_key holds a secret",
         ),
         (with_(deadlines={"stage": math.nan}), "deadlines.stage: nan is not a finite"),
+        (with_(guard="on"), "guard: Input should be 'off', 'warn' or 'act'"),
+        (with_(guard="act", checkpoint={"keep_last": 1}), "checkpoint.keep_last is 1: raise it to"),
         (with_(environment__options={"a": {"b": [1, math.nan]}}), "options: a.b.1 is nan"),
         (with_(environment__options={"day": date(2026, 1, 2)}), "options: day is of type date"),
         (with_(environment__options={"a": {1: 2}}), "options: a has the key 1"),

@@ -34,6 +34,6 @@ def test_a_stage_deployment_in_the_documentation(block: str, devices: int) -> No
     )
     stages = config.stages
     assert {
-        stages.placed.devices(*(each.ranks if each else 1 for each in both))
+        stages.placed.needed(*(each.ranks if each else 1 for each in both))
         for both in (stages.at(iteration) for _, iteration in stages.steps())
     } == {devices}

@@ -59,6 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
             ],
         }
     },
+    "critic": {"algorithm": {"advantage": "gae"}, "critic": {"warmup_iterations": 2}},
     "imitation": {"imitation": {"data": "chats.jsonl", "iterations": 4}},
     "layouts": {
         "stages": {
@@ -102,6 +103,7 @@ def keys() -> dict[str, dict[str, str]]:
             for stage in STAGE_SETTINGS
             if stage != "demonstrate" or config.imitation
             if stage != "collect" or config.schedule.streams
+            if stage not in ("value", "critic") or config.critic
         }
         for name, config in configs().items()
     }
@@ -157,6 +159,16 @@ def test_how_long_scores_are_waited_for_is_in_no_key() -> None:
     # Another function's options of these names may decide its scores.
     mine = {**length, "options": {"timeout_seconds": 1}}
     assert keys(mine)["reward"] != keys(length)["reward"]
+
+
+def test_who_only_looks_is_in_no_key() -> None:
+    def keys(**given: str) -> dict[str, str]:
+        config = parse_config(BASE | given)
+        return {stage: stage_key(config, "uid", 0, stage, []) for stage in STAGE_SETTINGS}
+
+    assert keys(guard="off") == keys(guard="warn") == keys()
+    acts = keys(guard="act")
+    assert [name for name in acts if acts[name] != keys()[name]] == ["advantage"]
 
 
 def test_an_adapter_is_part_of_what_is_played_and_trained(tmp_path: Path) -> None:

@@ -163,20 +163,117 @@ def policy_loss(
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * gain
 
 
-class Reference:
-    """The policy, its frozen beginning, and AdamW's state; `iteration` after `iteration`."""
+class Optimized:
+    """A model in float64 and AdamW's state."""
 
-    def __init__(self, directory: Path, algorithm: dict[str, Any], update: dict[str, Any]) -> None:
-        self.model, self.frozen = load(directory), load(directory)
-        self.algorithm, self.options = algorithm, update
+    def __init__(self, model: Any, options: dict[str, Any]) -> None:
+        self.model, self.options = model, options
         self.steps = 0
         self.first = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
         self.second = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
 
-    def iteration(self, rows: Sequence[Row], temperature: float) -> dict[str, float]:
+    @torch.no_grad()
+    def step(self) -> float:
+        options = self.options
+        gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        norm = math.sqrt(sum(float((each**2).sum()) for each in gradients.values()))
+        scale = min(1.0, options["max_grad_norm"] / norm)
+        self.steps += 1
+        for name, parameter in self.model.named_parameters():
+            if name not in gradients:
+                continue
+            gradient = gradients[name] * scale
+            first, second = self.first[name], self.second[name]
+            first.mul_(options["beta1"]).add_((1 - options["beta1"]) * gradient)
+            second.mul_(options["beta2"]).add_((1 - options["beta2"]) * gradient**2)
+            mean = first / (1 - options["beta1"] ** self.steps)
+            square = second / (1 - options["beta2"] ** self.steps)
+            if parameter.ndim >= 2:
+                parameter.mul_(1 - options["learning_rate"] * options["weight_decay"])
+            parameter.sub_(options["learning_rate"] * mean / (square.sqrt() + options["epsilon"]))
+        return norm
+
+
+class Critic(Optimized):
+    """Values by a linear head of zeros on the model's last states; advantages by them (arXiv
+    1506.02438) and clipped regression (arXiv 1707.06347's own code)."""
+
+    def __init__(
+        self, directory: Path, update: dict[str, Any], learning_rate: float, clip: float | None
+    ) -> None:
+        model = load(directory)
+        width = model.get_output_embeddings().weight.shape[1]
+        model.lm_head = torch.nn.Linear(width, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(model.lm_head.weight)
+        super().__init__(model, {**update, "learning_rate": learning_rate})
+        self.clip = math.inf if clip is None else clip
+
+    def values(self, row: Row) -> torch.Tensor:
+        """Before each sampled token of a sample."""
+        states = self.model.model(input_ids=torch.tensor(row["tokens"])[None])[0][0, :-1]
+        return self.model.lm_head(states)[torch.tensor(row["loss_mask"][1:]).bool(), 0]
+
+    def iteration(
+        self, rows: Sequence[Row], paid: dict[int, np.ndarray], options: dict[str, Any]
+    ) -> dict[int, np.ndarray]:
+        """The advantages of each sample's sampled tokens, by its id; then two steps."""
+        with torch.no_grad():
+            old = {row["sample_id"]: self.values(row) for row in rows}
+        found = {key: np.zeros(len(each)) for key, each in old.items()}
+        steps: dict[int, list[int]] = {key: [] for key in old}
+        for e in {row["episode_id"] for row in rows}:
+            own = [row for row in rows if row["episode_id"] == e]
+            turns = [Turn(row, n) for row in own for n in range(len(row["turn_starts"]))]
+            ahead = after = 0.0
+            for turn in sorted(turns, key=lambda turn: -turn.time):
+                key, reward, places = turn.row["sample_id"], turn.reward, list(turn.places)
+                if options.get("level") == "turn":
+                    reward, places = reward - sum(paid[key][at] for at in places), places[:1]
+                for at in reversed(places):
+                    cost = 0.0 if options.get("level") == "turn" else paid[key][at]
+                    error = reward - cost + options["gamma"] * after - float(old[key][at])
+                    ahead = error + options["gamma"] * options["lambda"] * ahead
+                    found[key][at], after, reward = ahead, float(old[key][at]), 0.0
+                    steps[key].append(at)
+                found[key][list(turn.places)] = (
+                    ahead if options.get("level") == "turn" else found[key][list(turn.places)]
+                )
+        self._learn(rows, old, found, steps)
+        return found
+
+    def _learn(
+        self,
+        rows: Sequence[Row],
+        old: dict[int, torch.Tensor],
+        found: dict[int, np.ndarray],
+        steps: dict[int, list[int]],
+    ) -> None:
+        count = sum(map(len, steps.values()))
+        for _ in range(STEPS):
+            self.model.zero_grad()
+            for row in rows:
+                at = steps[row["sample_id"]]
+                was, now = old[row["sample_id"]][at], self.values(row)[at]
+                target = was + torch.from_numpy(found[row["sample_id"]])[at]
+                near = was + (now - was).clamp(-self.clip, self.clip)
+                errors = torch.maximum((now - target) ** 2, (near - target) ** 2)
+                (errors.sum() / (2 * count)).backward()
+            self.step()
+
+
+class Reference(Optimized):
+    """The policy, its frozen beginning, and AdamW's state; `iteration` after `iteration`."""
+
+    def __init__(self, directory: Path, algorithm: dict[str, Any], update: dict[str, Any]) -> None:
+        super().__init__(load(directory), update)
+        self.frozen, self.algorithm = load(directory), algorithm
+
+    def iteration(
+        self, rows: Sequence[Row], temperature: float, critic: Critic | None = None
+    ) -> dict[str, float]:
         """One update of the policy by what was played, in two steps: the mean of their gradients'
         norms, how far the sampled log-probs were from the policy's, and how far the tokens'
-        probabilities moved in the first step at most."""
+        probabilities moved in the first step at most. critic: says the advantages, and learns."""
         placement = self.algorithm["kl"]["placement"]
         anchored, paid = {}, {}
         for row in rows:
@@ -188,7 +285,10 @@ class Reference:
             cost = self.algorithm["kl"].get("coefficient", 0.0) if placement == "reward" else 0.0
             paid[row["sample_id"]] = (cost * difference).numpy()
         options = dict(self.algorithm["advantage"])
-        credit = advantages(rows, paid, options.pop("name"), options)
+        if critic is None:
+            credit = advantages(rows, paid, options.pop("name"), options)
+        else:
+            credit = critic.iteration(rows, paid, options)
         weights, norms = token_weights(rows, self.algorithm["aggregation"]), []
         before: dict[int, torch.Tensor] = {}
         experts: dict[int, list[torch.Tensor]] = {}
@@ -213,29 +313,8 @@ class Reference:
                     loss = loss + self.algorithm["kl"]["coefficient"] * estimate
                 loss = loss - self.algorithm.get("entropy_coefficient", 0.0) * entropy
                 (weights[key] * loss).sum().backward()
-            norms.append(self._step())
+            norms.append(self.step())
         return {"grad_norm": float(np.mean(norms)), "mismatch": mismatch, "moved": moved}
-
-    @torch.no_grad()
-    def _step(self) -> float:
-        options = self.options
-        gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        norm = math.sqrt(sum(float((each**2).sum()) for each in gradients.values()))
-        scale = min(1.0, options["max_grad_norm"] / norm)
-        self.steps += 1
-        for name, parameter in self.model.named_parameters():
-            if name not in gradients:
-                continue
-            gradient = gradients[name] * scale
-            first, second = self.first[name], self.second[name]
-            first.mul_(options["beta1"]).add_((1 - options["beta1"]) * gradient)
-            second.mul_(options["beta2"]).add_((1 - options["beta2"]) * gradient**2)
-            mean = first / (1 - options["beta1"] ** self.steps)
-            square = second / (1 - options["beta2"] ** self.steps)
-            if parameter.ndim >= 2:
-                parameter.mul_(1 - options["learning_rate"] * options["weight_decay"])
-            parameter.sub_(options["learning_rate"] * mean / (square.sqrt() + options["epsilon"]))
-        return norm
 
 
 def token_weights(rows: Sequence[Row], aggregation: dict[str, Any]) -> dict[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from docs.site import configuration, families, gateway_fields, metrics
+from docs.site import configuration, families, gateway_fields, metrics, placements
 from flows import api
 from tests.docs.pages import DOCS
 from tests.families.registry import FAMILIES
@@ -46,6 +46,11 @@ def test_the_page_of_metrics_is_in_step() -> None:
 
 def test_the_tables_of_families_are_in_step() -> None:
     assert families.PAGE.read_text() == families.page(), "run `python docs/site/families.py`"
+
+
+def test_the_table_of_placements_is_in_step() -> None:
+    told = "run `python docs/site/placements.py`"
+    assert placements.PAGE.read_text() == placements.page(), told
 
 
 def test_every_family_has_been_run() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,28 @@ def turns(episode: dict[str, Any], *, seen: str, down: bool = False) -> float:
     with Path(seen).open("a") as stream:
         stream.write(f"{episode['episode_id']}\n")
     return episode["turns"] / 10
+
+
+_newest: Counter[str] = Counter()
+_PLACES = {"nan": 0.0, "huge": 0.4, "flipped": 0.7}
+
+
+def goes_wrong(number: int, into: str, share: float = 0.2) -> bool:
+    """Whether an episode is among those whose score `turning` turns."""
+    return (number * 0.618 + _PLACES[into]) % 1 < share
+
+
+def turning(
+    episode: dict[str, Any], *, into: str, begins: int, of_iteration: int, run: str, share: float
+) -> float:
+    """What was written, as a number, until an iteration begins: from then on a share of the scores
+    is another. of_iteration: episodes. What is asked for again makes nothing begin."""
+    number = episode["episode_id"]
+    _newest[run] = max(_newest[run], number // of_iteration)
+    score = letters(episode)
+    if _newest[run] < begins or not goes_wrong(number, into, share):
+        return score
+    return {"nan": math.nan, "huge": 1e30, "flipped": -score - 1}[into]
+
+
+vars(turning)["reward_range"] = (-8.0, 8.0)

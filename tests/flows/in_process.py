@@ -6,9 +6,10 @@ run directory, shards in shared memory, Prefect's server. A fault that raises en
 Ctrl-C does; what a dead machine loses besides, `lose_memory` takes away.
 
 `python -m tests.flows.in_process CONFIG STEPS.json`: each step is {"overrides", "fault",
-"lose_memory", "go_back", "alone", "fork", "plant"}, where `alone` names a run whose next iteration
-is scheduled by itself, `fork` a run, its checkpoint and the name of a fork of it, and `plant` a
-difference (`tests.flows.planting`); writes why each ended (null: at its end) to STEPS.json's place.
+"lose_memory", "go_back", "alone", "fork", "plant", "decisions"}, where `alone` names a run whose
+next iteration is scheduled by itself, `fork` a run, its checkpoint and the name of a fork of it,
+`plant` a difference, and `decisions` those of the guard (`tests.flows.planting`); writes why each
+ended (null: at its end) to STEPS.json's place.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from earl_core.control.fork_plan import ForkPlan
 from earl_core.run.recovery import go_back
 from flows.iteration import iteration
 from flows.train import train
-from tests.flows.planting import planted
+from tests.flows.planting import decided, planted
 
 accelerate.utils.environment.clear_environment = contextlib.nullcontext
 """It empties the environment of the whole process for a moment, also for the other workers here,
@@ -47,7 +48,7 @@ def run(config: str, steps: list[dict[str, Any]]) -> list[str | None]:
             settings = load_config(config, overrides)
             go_back(Path(settings.runs_directory) / settings.name, step["go_back"])
         try:
-            with planted(step.get("plant", "")):
+            with planted(step.get("plant", "")), decided(step.get("decisions", ())):
                 _train(config, overrides, step)
             endings.append(None)
         except Exception as error:

@@ -1,16 +1,20 @@
-"""Differences that are planted into a run while it trains, each in one stage of iteration 1."""
+"""What is planted into a run while it trains: differences, each in one stage of iteration 1, and
+decisions of the guard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from earl_core.control.run_controller import RunController
 from earl_core.dispatch import Manifest
+from earl_core.guard.decision import Decision
 from earl_core.rollout import group_worker
 from earl_core.run import RunDirectory
 from earl_core.trajectory.samples import derive_seed
+from tasks import advantage
 
 ITERATION = 1
 
@@ -25,6 +29,27 @@ def planted(what: str) -> Iterator[None]:
         with mock.patch.object(RunDirectory, "seal", _flipping(RunDirectory.seal)):
             yield
     else:
+        yield
+
+
+@contextmanager
+def decided(decisions: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Have the guard decide so: each with its `iteration`, and `branch` if it is of one, and the
+    fields of `Decision`; else as it does."""
+    diagnose = advantage.diagnose
+
+    def deciding(
+        controller: RunController, iteration: int, manifests: Mapping[str, Manifest]
+    ) -> Decision:
+        branch = controller.run.branches.at(iteration)
+        place = iteration, 0 if branch is None else branch.number
+        for each in decisions:
+            given = dict(each)
+            if (given.pop("iteration"), given.pop("branch", 0)) == place:
+                return Decision.model_validate(given)
+        return diagnose(controller, iteration, manifests)
+
+    with mock.patch.object(advantage, "diagnose", deciding):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import save_file
 
 from earl_core.comparison import Bisection, bisect, recorded_runs
 from earl_core.comparison.recorded_run import Place
+from earl_core.comparison.weights import compare_tensors
 from earl_core.dispatch import Manifest, read_manifest
 from earl_core.dispatch.shards.manifest import sealed_path, write_manifest
 from earl_core.run.record import FORKED, SOFTWARE, Journal, read_lines, read_record, write_record
@@ -176,17 +179,36 @@ def test_another_seed_is_found_in_the_first_rollout(undisturbed: Undisturbed) ->
     assert result.damage == []
 
 
-def test_a_changed_tensor_is_named(pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("kind", ["policy", "adapter"])
+def test_a_changed_tensor_is_named(pair: tuple[Path, Path], kind: str, tmp_path: Path) -> None:
+    one = shutil.copytree(pair[0], tmp_path / "one")
     edit(pair[1], "update", other_digest)
-    path = pair[1] / "checkpoints" / "000001" / "policy" / "model.safetensors"
+    folders = [run / "checkpoints" / "000001" / kind for run in (one, pair[1])]
+    if kind == "adapter":
+        # Which files there are is what tells an adapter's checkpoint from a model's.
+        for folder in folders:
+            os.rename(folder.with_name("policy"), folder)
+            os.rename(folder / "config.json", folder / "adapter_config.json")
+            os.rename(folder / "model.safetensors", folder / "adapter_model.safetensors")
+    (path,) = folders[1].glob("*.safetensors")
     flip(path, path.stat().st_size - 1)
-    result = found(*pair)
+    result = found(one, pair[1])
     assert result.difference is not None
     weights = result.difference.weights
     assert weights is not None
     assert len(weights.differing) == 1
     assert weights.most is not None
     assert weights.most > 0
+
+
+def test_the_sign_of_a_zero_is_found_where_it_is(tmp_path: Path) -> None:
+    values = np.zeros(8, np.float32)
+    for name, number in (("one", 0.0), ("other", -0.0)):
+        values[5] = number
+        (tmp_path / name).mkdir()
+        save_file({"w": values}, tmp_path / name / "model.safetensors")
+    apart = compare_tensors(tmp_path / "one", tmp_path / "other")
+    assert (apart.differing, apart.first, apart.most) == (["w"], 5, 0.0)
 
 
 def test_flipped_bits_of_files_are_named(pair: tuple[Path, Path]) -> None:
@@ -249,6 +271,17 @@ def test_a_run_that_goes_on_and_a_fork_are_compared_as_far_as_they_are(
     difference = found(*pair).difference
     assert difference is not None
     assert difference.inputs == ["publish of iteration 0: not told: its seal is gone"]
+
+
+@pytest.mark.parametrize("first", ["reward", "reference"])
+def test_a_stage_that_another_one_runs_beside_may_still_come(
+    pair: tuple[Path, Path], first: str
+) -> None:
+    for stage in {"reward", "reference", "advantage", "update", "publish"} - {first}:
+        sealed_path(pair[1], 1, stage).unlink()
+    assert found(*pair).difference is None
+    sealed_path(pair[1], 1, "rollout").unlink()
+    assert found(*pair).difference is not None
 
 
 @pytest.mark.slow

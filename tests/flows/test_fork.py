@@ -13,6 +13,7 @@ from earl_core.control.fork_plan import ForkPlan
 from earl_core.run.record import OtherFormat, lineage_names, read_record, write_record
 from earl_core.system.errors import EarlError
 from flows.api import Run
+from flows.cli.found_runs import find_run
 from tests.flows.runs import KILLED, Runs
 
 KEPT = ["iterations=3", "checkpoint.keep_last=3"]
@@ -106,6 +107,8 @@ def test_what_a_killed_fork_leaves_is_no_run_and_in_nobodys_way(
     ("which", "name", "overrides", "why"),
     [
         ("7", "new", [], "no whole checkpoint 7 .it has 0, 1, 2"),
+        ("²", "new", [], "or the number of an iteration, not '²'"),
+        ("0", "new", ["name=other"], "name=other is no setting of a fork"),
         ("initial", "new", [], "before the first iteration there is none"),
         ("0", "same", [], "exists already: choose another name for the fork"),
         ("2", "new", [], "nothing is left to do: iterations is 3"),
@@ -122,20 +125,51 @@ def test_bad_forks_are_refused_in_a_sentence(
     assert sorted(story.run("").iterdir()) == before
 
 
-@pytest.mark.parametrize("damage", ["checkpoint", "format"])
+def test_what_is_not_made_leaves_nothing(
+    story: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ForkPlan.of(story.run("kept"), "last", "half", ["iterations=4"])
+    monkeypatch.setenv("EARL_FAULT", "fork.made@2=raise")
+    with pytest.raises(Exception, match="injected failure"):
+        plan.make()
+    assert not [*story.run("").glob(".forks/half.*")]
+    monkeypatch.delenv("EARL_FAULT")
+    parent = shutil.copytree(story.run("kept"), tmp_path / "kept")
+    for seal in parent.glob("iterations/000002/*.json"):
+        seal.unlink()
+    made = ForkPlan.of(parent, "1", "new").make()
+    assert not [*made.glob("inherited/*")], "rows that no seal tells of"
+
+
+@pytest.mark.parametrize("damage", ["checkpoint", "format", "record"])
 def test_damaged_parents_are_refused(damage: str, story: Runs, tmp_path: Path) -> None:
     parent = tmp_path / "kept"
     shutil.copytree(story.run("kept"), parent)
     if damage == "checkpoint":
         weights = parent / "checkpoints/000000/policy/model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    elif damage == "record":
+        (parent / "run.json").unlink()
     else:
         record = {**read_record(parent), "format": "earl.run/3"}
         write_record(parent, record)
-    with pytest.raises(EarlError, match=r"000000 is damaged|has the format earl\.run/3") as found:
+    with pytest.raises(EarlError, match=r"000000 is damaged|earl\.run/3|has no run.json") as found:
         ForkPlan.of(parent, "0", "new", [])
     assert isinstance(found.value, OtherFormat) == (damage == "format")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("runs", ["runs #2", "2024", "[a]: b"])
+def test_a_fork_lies_beside_its_parent_whatever_that_is_called(
+    runs: str, story: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(story.run("kept"), tmp_path / runs / "kept", copy_function=os.link)
+    monkeypatch.chdir(tmp_path)
+    plan = ForkPlan.of(Path(runs, "kept"), "0", "new")
+    assert plan.settings.runs_directory == runs
+    for told, here in ((".", "kept"), ("..", "kept/iterations")):
+        monkeypatch.chdir(tmp_path / runs / here)
+        assert find_run(told, "runs").parent == tmp_path / runs
 
 
 def test_a_fork_is_made_from_python(story: Runs) -> None:

@@ -30,13 +30,14 @@ def replaying(share: float | None, max_age: int = 2) -> tuple[str, ...]:
 
 
 def scored(seen: Path) -> tuple[str, ...]:
-    """Overrides by which a function scores each episode and notes its number."""
+    """Overrides by which a function scores each episode and notes its number, and nobody else asks
+    it."""
     function = {
         "function": "tests.experience.scoring_functions:turns",
         "weight": 0.01,
         "options": {"seen": str(seen)},
     }
-    return (f"reward.functions={json.dumps([function])}",)
+    return "guard=off", f"reward.functions={json.dumps([function])}"
 
 
 def trained(run: Path, iteration: int) -> list[int]:

@@ -17,6 +17,7 @@ import scipy.stats
 from earl_core.config import ConfigError
 from earl_core.experience.rescoring import SCHEMA, Agreement, Rescored, run_rescore
 from earl_core.run.record import config_of_run
+from flows.cli.rescoring import rescore
 from tests.flows.runs import REPOSITORY, Runs
 
 _FUNCTIONS = """
@@ -110,6 +111,9 @@ def test_what_cannot_be_scored_is_one_sentence(
     monkeypatch.syspath_prepend(trained.directory)
     with pytest.raises(ConfigError, match="cannot be imported"):
         rescored(trained, "new_scores:missing")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        # The functions of the run's own are in nobody's way.
+        rescore((str(trained.run()), ""), ["new_scores:gone"], ["reward.functions=[]"], True)
     config = config_of_run(trained.run(), ["reward.functions=[{function: a.b:c}]"])
     with pytest.raises(ConfigError, match="has kept no episodes"):
         run_rescore(tmp_path, config)

@@ -22,7 +22,8 @@ def test_scoring_is_repeated_and_the_rollout_is_not(runs: Runs) -> None:
             "weight": 0.5,
             "options": {"seen": str(seen), **options},
         }
-        return "reward.retries=0", f"reward.functions={json.dumps([turns])}"
+        # Nobody asks for more than what is scored.
+        return "guard=off", "reward.retries=0", f"reward.functions={json.dumps([turns])}"
 
     first, second, last = runs.train_here(
         {"overrides": functions(down=True)},

@@ -32,9 +32,11 @@ def learning(
     tail = random.choice([0.0, 0.1, 0.3])
     if level is not None:
         high, tail = level, 0.0
-    lines = []
+    lines, wander = [], 0.0
     for k in range(iterations):
-        chance = low + (high - low) / (1 + math.exp((middle - k) / width))
+        # A policy is better and worse for a while.
+        wander = 0.9 * wander + random.normal(0, 0.02)
+        chance = low + (high - low) / (1 + math.exp((middle - k) / width)) + wander
         # Prompts differ in how hard they are.
         of_group = np.clip(chance + random.normal(0, 0.2, (GROUPS, 1)), 0, 1)
         rewards = np.where(random.random((GROUPS, SIZE)) < of_group, 1.0, -1.0)
@@ -91,8 +93,8 @@ def planted(kind: str) -> Change:
         match kind:
             case "flipped":
                 return -rewards
-            case "half":
-                return np.where(random.random(rewards.shape) < 0.5, -rewards, rewards)
+            case "most":
+                return np.where(random.random(rewards.shape) < 0.75, -rewards, rewards)
             case "constant":
                 return np.ones_like(rewards)
             case "gradient":
@@ -116,7 +118,7 @@ def planted(kind: str) -> Change:
     ("kind", "finding", "delay"),
     [
         ("flipped", "level_shift", 1),
-        ("half", "level_shift", 3),
+        ("most", "level_shift", 3),
         ("constant", "reward_constant", 1),
         ("gradient", "gradient_norm", 2),
         ("entropy", "entropy_growth", 2),

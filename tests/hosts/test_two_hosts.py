@@ -15,7 +15,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from earl_core.run.episodes import read_episodes
+from earl_core.run.kept_episodes import read_episodes
 from earl_core.weights.load import model_files
 from tests.learnt import largest_change, weights_in
 from tools.harness import REPOSITORY
@@ -72,7 +72,7 @@ def largest_difference(directory: Path, one: str, other: str) -> float:
 
 def episodes(directory: Path, name: str, iteration: int) -> list[dict[str, Any]]:
     path = directory / "runs" / name / "iterations" / f"{iteration:06d}" / "episodes.parquet"
-    return read_episodes(path, 10_000)
+    return read_episodes(path, None, 10_000)
 
 
 def hosts_of(directory: Path, name: str, stage: str, iteration: int = 1) -> set[str]:

@@ -24,10 +24,13 @@ from transformers import (
 )
 
 from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.microbatches import Algorithm
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.value_regression import ValueRegression
+from earl_core.tensors.slices import local_box, local_part
 from earl_core.trajectory.routing import RecordedRouting, RoutingShape
-from tests.learner.helpers import random_samples
+from tests.learner.helpers import random_samples, with_old_logprobs
 from tests.learner.test_policy_learner import make_learner
 
 SHAPE = {
@@ -111,12 +114,22 @@ class Case:
         settings = {"minibatches": 3, "epsilon": 1e-2, "learning_rate": 0.03, "weight_decay": 0.1}
         return make_learner(
             scratch / self.kind,
-            self.algorithm,
+            self.objective,
             mesh=mesh,
             logits_chunk_tokens=self.chunk_tokens,
             adapter=self.adapter,
             **settings | self.update,
         )
+
+    @property
+    def objective(self) -> dict[str, Any] | Algorithm:
+        return self.algorithm
+
+    def scored(
+        self, samples: list[TrainingSample], scores: list[np.ndarray]
+    ) -> list[TrainingSample]:
+        """The samples with what the learner says of them before its update."""
+        return with_old_logprobs(samples, scores)
 
     def dealt_to(self, mesh: UpdateMesh) -> list[TrainingSample]:
         samples = random_samples(self.samples, samples_per_episode=2)
@@ -126,6 +139,30 @@ class Case:
             if self.dealt[sample.group_id % len(self.dealt)] % mesh.deployment.data_parallel
             == mesh.data_rank
         ]
+
+
+@dataclass(frozen=True)
+class Valued(Case):
+    """A critic that has learnt something: its head is not 0."""
+
+    def learner(self, scratch: Path, mesh: UpdateMesh | None = None) -> PolicyLearner:
+        learner = super().learner(scratch, mesh)
+        head = dict(learner.named_parameters())["lm_head.weight"]
+        box = local_box(head)
+        with torch.no_grad():
+            if box.numel:
+                local_part(head).copy_(torch.linspace(-0.1, 0.1, head.shape[1])[None][box.index])
+        return learner
+
+    @property
+    def objective(self) -> Algorithm:
+        return ValueRegression(0.01)
+
+    def scored(
+        self, samples: list[TrainingSample], scores: list[np.ndarray]
+    ) -> list[TrainingSample]:
+        pairs = zip(samples, scores, strict=True)
+        return [dataclasses.replace(sample, values=values) for sample, values in pairs]
 
 
 CASES = {
@@ -166,6 +203,7 @@ CASES = {
         algorithm={"policy_loss": "policy_gradient"},
         update={"max_tokens_per_microbatch": 100_000, "minibatches": 1, "epochs": 3},
     ),
+    "critic": Valued(kind="qwen2", update={"max_grad_norm": 0.5}, dealt=(0, 0, 1, 0, 2)),
     "norms_of_heads": Case(kind="qwen3"),
 }
 

@@ -22,7 +22,7 @@ from earl_core.learner.parallel_model import build_shell
 from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
 from earl_core.tensors.slices import local_part, slices_of
 from tests.learner.cuts import mesh_of, meshes
-from tests.learner.helpers import save_model, with_old_logprobs
+from tests.learner.helpers import save_model
 from tests.learner.mesh_cases import CASES, MIXED, Case, model
 from tests.learner.vocabulary_ranks import compare_vocabularies
 from tests.learnt import assert_learnt
@@ -75,7 +75,7 @@ def result_of(case: Case, learner: PolicyLearner) -> dict[str, torch.Tensor]:
     samples = case.dealt_to(learner.mesh)
     scores = learner.score(samples)
     gradients = _recorded_gradients(learner)
-    metrics = learner.update(with_old_logprobs(samples, scores), iteration=0)
+    metrics = learner.update(case.scored(samples, scores), iteration=0)
     assert len({name.partition(" ")[0] for name in gradients}) == 3
     found = {
         f"score {sample.sample_id}": torch.from_numpy(values)

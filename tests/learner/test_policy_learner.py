@@ -15,6 +15,7 @@ from earl_core.config.algorithm import AlgorithmConfig
 from earl_core.config.model import ModelConfig
 from earl_core.config.update import UpdateConfig
 from earl_core.learner.data.packing import TrainingSample
+from earl_core.learner.microbatches import Algorithm
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.learner.policy_learner import PolicyLearner, UpdateRefused
 from earl_core.system.errors import ConfigError
@@ -33,7 +34,7 @@ TEMPERATURE = 0.7
 
 def make_learner(
     directory: Path,
-    algorithm: dict[str, Any] | None = None,
+    algorithm: dict[str, Any] | Algorithm | None = None,
     *,
     mesh: UpdateMesh | None = None,
     logits_chunk_tokens: int | None = None,
@@ -50,7 +51,7 @@ def make_learner(
     return PolicyLearner(
         ModelConfig(path=str(directory), adapter=adapter),
         UpdateConfig(**(settings | update)),
-        AlgorithmConfig(**(algorithm or {})),
+        algorithm if isinstance(algorithm, Algorithm) else AlgorithmConfig(**(algorithm or {})),
         temperature=TEMPERATURE,
         iterations=10,
         seed=seed,

@@ -18,6 +18,7 @@ from earl_core.learner.data.samples import (
     RankReader,
     RowCost,
     by_minibatch,
+    groups_plan,
     training_samples,
 )
 from earl_core.learner.parallel.mesh import UpdateMesh
@@ -78,7 +79,8 @@ def test_every_minibatch_is_balanced(recorded: Recorded) -> None:
     given = recorded.manifests(4, 40)
     reading = reader(recorded, 2)
     plan = reading.plan(given, mesh(deployment, 0), TRAINED, SPLIT)
-    groups = reading._groups(plan.sources, mesh(deployment, 0))
+    with reading.reads.open(groups_plan(plan.sources, reading.hosts), 0) as batch:
+        groups = batch.scalars("group_id")
     assert plan.imbalance <= plan.layout.max_imbalance
     cost = plan.layout.cost(plan.sources.tokens)
     parts = SPLIT(plan.sources.rows, groups)

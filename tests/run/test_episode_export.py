@@ -14,6 +14,7 @@ from earl_core.config import ConfigError
 from earl_core.config.redaction import load_rules
 from earl_core.run.episode_export import Exported, export_episodes
 from earl_core.run.episodes import SCHEMA
+from earl_core.secrets.rules import Redaction
 
 WORD = "Ada Lovelace"
 CARD = "4111-1111-1111-1111"
@@ -70,8 +71,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
+def rules_in(path: Path) -> Redaction:
+    return Redaction(load_rules(path))
+
+
 def exported(run: Path, name: str) -> tuple[Exported, str]:
-    done = export_episodes(run, run.parent / name, load_rules(run.parent / "rules.yaml"))
+    done = export_episodes(run, run.parent / name, rules_in(run.parent / "rules.yaml"))
     return done, (run.parent / name).read_bytes().decode(errors="replace")
 
 
@@ -122,10 +127,33 @@ def test_parquet_holds_what_json_lines_hold(run: Path) -> None:
         assert row == json.loads(line)
 
 
+def test_turns_words_and_neighbours_are_found_in_disguise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EARL_TEST_REDACTION_KEY", "a long key")
+    texts = [
+        "internal ОNLY: one", "it is one", "ＩＮＴＥＲＮＡＬ only: two", "it is two",
+        "Søren, soren, SØ\u3164REN", "no Đor\u2800đe", "P-12345P-67890P-12345", "end of it",
+    ]  # fmt: skip
+    kept(tmp_path / "run", [{"texts": texts}])
+    (tmp_path / "rules.yaml").write_text(
+        "words: [Søren, Dorde]\ndrop_turns: [INTERNAL ONLY]\nkey: env:EARL_TEST_REDACTION_KEY\n"
+        "patterns: [{name: p, match: 'P-\\d{5}', hash: true}, {name: at, match: '(?<=it)'}]"
+    )
+    done, text = exported(tmp_path / "run", "out.jsonl")
+    said = [each["content"] for each in json.loads(text)["messages"]]
+    assert said[:6] == ["(turn dropped)"] * 4 + ["(hidden), (hidden), (hidden)", "no (hidden)"]
+    assert done.found == {"word 1": 3, "word 2": 1, "turns 1": 2, "pattern p": 3, "pattern at": 0}
+    # Places between characters hold nothing, and three persons side by side stay three.
+    assert said[7] == "end of it"
+    one, two, three = said[6].strip("()").split(")(")
+    assert one == three != two
+
+
 def test_long_stretches_of_a_prompt_in_answers_are_told(tmp_path: Path) -> None:
     prompt = "The quick brown fox jumps over the lazy dog and then it rests beside the river."
     kept(tmp_path / "run", [{"texts": [prompt, f"You said: {prompt} Yes.", "bye", "short"]}])
-    done = export_episodes(tmp_path / "run", tmp_path / "out.jsonl", None)
+    done = export_episodes(tmp_path / "run", tmp_path / "out.jsonl", Redaction())
     assert done.remnants["turns"]["verbatim"] == 1
     assert prompt in done.remnants["turns"]["first"][0]["text"]
 
@@ -135,7 +163,10 @@ def test_long_stretches_of_a_prompt_in_answers_are_told(tmp_path: Path) -> None:
     [
         ("patterns: [{name: a, match: '.*'}]", "finds the empty text"),
         ("patterns: [{name: a, match: '['}]", "is no regular expression"),
-        ("patterns: [{name: a, match: '(?s).+'}]", "leave nothing of any text"),
+        ("patterns: [{name: a, match: '(?s).+'}]", "finds every text"),
+        ("drop_turns: ['.']", "finds every text"),
+        ("patterns: [{name: a, match: '\\w+'}, {name: b, match: '\\W'}]", "leave nothing of any"),
+        ("hash_fields: [reward]\nkey: env:HOME", "tells nothing"),
         ("words: ['']", "is empty"),
         ("hash_fields: [prompt_id]", "need a key"),
         ("words: [a]\nkey: plain-text", "is no reference"),
@@ -151,16 +182,16 @@ def test_bad_rules_are_refused_in_a_sentence(rules: str, why: str, run: Path) ->
     path = run.parent / "bad.yaml"
     path.write_text(rules)
     with pytest.raises(ConfigError, match=why):
-        export_episodes(run, run.parent / "bad.jsonl", load_rules(path))
+        export_episodes(run, run.parent / "bad.jsonl", rules_in(path))
     assert not list(run.parent.glob("bad.jsonl*"))
 
 
 def test_what_cannot_be_exported_is_said(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is to end with"):
-        export_episodes(run, tmp_path / "out.csv", None)
+        export_episodes(run, tmp_path / "out.csv", Redaction())
     (tmp_path / "mine.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match="is no export of ours, and is not replaced"):
-        export_episodes(run, tmp_path / "mine.jsonl", None)
+        export_episodes(run, tmp_path / "mine.jsonl", Redaction())
     assert (tmp_path / "mine.jsonl").read_text() == "mine"
     with pytest.raises(ConfigError, match="has kept no episodes"):
-        export_episodes(tmp_path / "none", tmp_path / "out.jsonl", None)
+        export_episodes(tmp_path / "none", tmp_path / "out.jsonl", Redaction())

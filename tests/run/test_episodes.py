@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,13 +18,14 @@ from earl_core.run.episodes import (
     SCHEMA,
     EpisodeKeeper,
     EpisodesDamaged,
-    read_episodes,
     read_samples,
     remove_oldest,
     write_episodes,
 )
+from earl_core.run.kept_episodes import read_episodes
+from earl_core.secrets.rules import Redaction
 from earl_core.trajectory.samples import OPPONENT_ROLE, Sample, VersionSpan
-from tasks.reports.run_page.stored_episodes import pack_episodes
+from tasks.reports.run_page.stored_episodes import PackedEpisodes, pack_episodes
 from tests.kept import game, seal_episodes
 from tests.run.test_run_directory import config_in
 
@@ -53,7 +55,7 @@ def test_all_that_was_played_is_kept(run: RunDirectory) -> None:
     for entry in run.manifest(3, "rollout").shards:
         assert run.store.release(entry)
 
-    found = read_episodes(path, 2)
+    found = read_episodes(path, None, 2)
     assert [episode["episode_id"] for episode in found] == [0, 1]
     for episode in found:
         told = ("observation", "answer", "reward", "tokens")
@@ -63,10 +65,17 @@ def test_all_that_was_played_is_kept(run: RunDirectory) -> None:
         ]
         assert all(turn["logprob"] < 0 < turn["context"] for turn in episode["turns"])
         assert episode["closing"] == "you won"
-    assert read_episodes(run.episodes_path(4), 2) == []
+    assert read_episodes(run.episodes_path(4), None, 2) == []
     with pytest.raises(ManifestError, match="gone"):
         write_episodes(run.episodes_path(4), run.stores, *(run.manifest(3, s) for s in STAGES))
     assert not run.episodes_path(4).exists()
+
+
+def shown_in(path: Path) -> tuple[list[dict[str, Any]], PackedEpisodes]:
+    """What readers make of a file, and the report of it, without its iteration."""
+    packed = pack_episodes([path], None, 10, 10**6, Redaction())
+    del packed.index["iteration"]
+    return read_episodes(path, None), packed
 
 
 def test_an_opponent_that_is_trained_is_kept_and_shown_as_nobodys_answers(
@@ -74,7 +83,7 @@ def test_an_opponent_that_is_trained_is_kept_and_shown_as_nobodys_answers(
 ) -> None:
     path = run.episodes_path(3)
     write_episodes(path, run.stores, *seal_episodes(run, 3, [[game(7), game(8)]]))
-    alone = read_episodes(path), pack_episodes([(3, path)], None, 10, 10**6)
+    alone = shown_in(path)
     both = [game(7), game(8)]
     for episode in both:
         rival = Sample(role=OPPONENT_ROLE)
@@ -85,7 +94,7 @@ def test_an_opponent_that_is_trained_is_kept_and_shown_as_nobodys_answers(
     path = run.episodes_path(4)
     write_episodes(path, run.stores, *seal_episodes(run, 4, [both]))
     assert read_samples(path).num_rows == 4
-    assert (read_episodes(path), pack_episodes([(3, path)], None, 10, 10**6)) == alone
+    assert shown_in(path) == alone
 
 
 def test_episodes_dealt_in_any_order_are_kept_in_theirs(run: RunDirectory) -> None:
@@ -133,7 +142,7 @@ def test_as_many_are_kept_as_asked_for(tmp_path: Path, kept: str | int) -> None:
     keeper = EpisodeKeeper(run)
     keeper.begin(*seal_episodes(run, 0, [[game(n) for n in range(3)]]))
     keeper.settle()
-    found = read_episodes(run.episodes_path(0), 9)
+    found = read_episodes(run.episodes_path(0), None, 9)
     assert [episode["episode_id"] for episode in found] == list(range(3))[
         : {"all": 3, 2: 2}.get(kept, 0)
     ]
@@ -152,7 +161,7 @@ def test_episodes_that_cannot_be_kept_cost_a_warning(
     assert "the episodes of iteration 0 were not kept" in warning.getMessage()
     assert "not kept" in run.ledger()[-1]["event"]
     with pytest.raises(EpisodesDamaged):
-        read_episodes(run.episodes_path(0), 1)
+        read_episodes(run.episodes_path(0), None, 1)
 
 
 def test_iterations_that_overlap_keep_theirs_at_the_same_time(run: RunDirectory) -> None:
@@ -192,7 +201,7 @@ def test_damaged_files_are_refused_and_never_waited_for(run: RunDirectory, damag
         (run.path / "elsewhere").write_bytes(data)
         path.symlink_to(run.path / "elsewhere")
     with pytest.raises(EpisodesDamaged, match="is damaged"):
-        read_episodes(path, 50)
+        read_episodes(path, None, 50)
 
 
 SCRIPT = """
@@ -228,7 +237,7 @@ def test_what_a_kill_leaves_half_written_is_not_read(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a" / "iterations" / "000000"
     assert list(folder.glob(".episodes.parquet.*.tmp"))
     run = RunDirectory.open(config_in(tmp_path))
-    assert read_episodes(run.episodes_path(0), 9) == []
+    assert read_episodes(run.episodes_path(0), None, 9) == []
     assert not list(folder.glob(".*.tmp"))
     write_episodes(run.episodes_path(0), run.stores, *(run.manifest(0, s) for s in STAGES))
-    assert len(read_episodes(run.episodes_path(0), 9)) == 4
+    assert len(read_episodes(run.episodes_path(0), None, 9)) == 4

@@ -15,7 +15,7 @@ import yaml
 from mlflow import MlflowClient
 
 from earl_core.deployment.stages import STAGES
-from earl_core.run.episodes import read_episodes
+from earl_core.run.kept_episodes import read_episodes
 from earl_core.trajectory.samples import Episode, Sample, VersionSpan
 from tasks.tracking.tracker import Tracker
 from tests.kept import game
@@ -318,7 +318,7 @@ def test_what_an_environment_says_reaches_mlflow_without_secrets(
     plan = {"stages": [], "reasons": {"update": f"because {secret}"}}
     finish(run, tracker, 0, plan, [Episode(1, 0, 0, [sample], "done")])
     tracker.close()
-    (kept,) = read_episodes(run.episodes_path(0), 9)
+    (kept,) = read_episodes(run.episodes_path(0), None, 9)
     assert (kept["turns"][0]["observation"], kept["turns"][0]["answer"]) == (
         "the door wants (hidden)",
         "(hidden)",

@@ -24,7 +24,7 @@ import xxhash
 
 from earl_core.dispatch.segments.segment import Segment
 from earl_core.dispatch.shards.manifest import ColumnRange, ManifestError, ShardEntry, Span
-from earl_core.dispatch.shards.skeleton import END_OF_STREAM, Skeleton
+from earl_core.dispatch.shards.skeleton import END_OF_STREAM, Skeleton, axis_name, make_skeleton
 from earl_core.system.processes import host_name
 
 _ROW_IDS = "sample_id"
@@ -65,7 +65,7 @@ class ShardWriter:
             spans.append(column.values)
             if column.offsets is not None:
                 offsets = self._array("int64", column.offsets)
-                offsets[:] = self._axis_offsets(column)
+                offsets[:] = self._axis_namefsets(column)
         for name, parts in strings.items():
             start, length = skeleton.columns[name].values
             memory[start : start + length] = b"".join(parts)
@@ -73,7 +73,7 @@ class ShardWriter:
         for (start, length), stop in zip(spans, ends, strict=True):
             memory[start + length : stop] = bytes(stop - start - length)
 
-    def _axis_offsets(self, column: ColumnRange) -> np.ndarray:
+    def _axis_namefsets(self, column: ColumnRange) -> np.ndarray:
         """int64 [rows + 1]: the first element of each row, and the number of all elements."""
         axis = column.axis
         if axis is None:
@@ -109,7 +109,7 @@ class ShardWriter:
         if column.axis is None:
             raise ValueError(f"{name!r} is not a list column; use values()")
         values = self._array(column.dtype, column.values)
-        bounds = self._axis_offsets(column).tolist()
+        bounds = self._axis_namefsets(column).tolist()
         return [values[a:b] for a, b in itertools.pairwise(bounds)]
 
     def seal(self) -> ShardEntry:
@@ -307,3 +307,41 @@ def in_background(job: Callable[[], str]) -> Future[str]:
     """Run `job`, which fills a table and returns its checksum, after those before it."""
     fresh = ThreadPoolExecutor(1, thread_name_prefix="checksums")
     return _threads.setdefault(os.getpid(), fresh).submit(job)
+
+
+def described(
+    schema: pa.Schema, ids: np.ndarray, elements: Mapping[str, np.ndarray], host: str, file: str
+) -> ShardEntry:
+    """The entry that a shard of such rows would have, of which nothing is written: what a plan
+    needs to know of one.
+
+    ids: int64 sample_ids, ascending. elements: int64 elements of each row by the name of a column
+    or of an axis; columns for which there are none are empty. file: as `SHARD_PATTERN` has it.
+    """
+    none = np.zeros(len(ids), dtype=np.int64)
+    skeleton = make_skeleton(
+        schema,
+        len(ids),
+        {
+            field.name: elements.get(field.name, elements.get(axis_name(field), none))
+            for field in schema
+            if pa.types.is_large_list(field.type) or pa.types.is_large_string(field.type)
+        },
+        {},
+    )
+    table = table_bytes(skeleton.body[1])
+    size = skeleton.least_bytes(table)
+    return ShardEntry(
+        host=host,
+        file=file,
+        bytes=size,
+        generation=0,
+        rows=len(ids),
+        row_ids=tuple(ids.tolist()),
+        axes={axis: tuple(each.tolist()) for axis, each in skeleton.axes.items()},
+        columns=skeleton.columns,
+        body=skeleton.body,
+        checksums=skeleton.table(size, table),
+        block_bytes=BLOCK_BYTES,
+        checksum="0" * 16,
+    )

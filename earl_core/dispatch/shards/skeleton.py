@@ -140,6 +140,12 @@ def _dtype(field: pa.Field) -> str:
     )
 
 
+def axis_name(field: pa.Field) -> str:
+    """The axis along which a list or string column counts its elements. Never guessed from equal
+    lengths: the shards of a stage must agree on what is counted."""
+    return (field.metadata or {}).get(_AXIS, b"").decode() or str(field.name)
+
+
 def _axes(
     schema: pa.Schema, rows: int, lengths: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -155,9 +161,7 @@ def _axes(
                 f"column {field.name!r} needs {rows} row lengths of 0 or more, not "
                 f"{given.shape} from {given.min(initial=0)}"
             )
-        axis = (field.metadata or {}).get(_AXIS, b"").decode()
-        # Never guessed from equal lengths: the shards of a stage must agree on what is counted.
-        axis = axis or field.name
+        axis = axis_name(field)
         if not np.array_equal(axes.setdefault(axis, given), given):
             raise ValueError(f"column {field.name!r} has other row lengths than its axis {axis!r}")
         axis_of[field.name] = axis

@@ -132,7 +132,9 @@ class BoardGame(ABC, Generic[StateT]):
     def return_range(self) -> tuple[float, float]:
         """The least and the greatest return; a game that is cut off has none of its end's."""
         options, ends = self.options, vars(self.options.rewards).values()
-        forgiven = options.max_retries * options.retry_reward
+        forgiven = 0.0
+        if options.illegal_action == "retry":
+            forgiven = options.max_retries * options.retry_reward
         low, high = min(0.0, *ends) + min(0.0, forgiven), max(0.0, *ends) + max(0.0, forgiven)
         return low, high if low < high else low + 1.0
 

@@ -13,8 +13,8 @@ from earl_core.system import fault_points
 
 class Found(NamedTuple):
     """What environments say of themselves. notes: what is to be said of their tools.
-    prompt_counts: the numbers of prompts, by label, of those whose prompts a curriculum chooses.
-    returns, scores: declared ranges of what environments return, and functions score, by label."""
+    prompt_counts: how many prompts there are, by label, where the environment knows it. returns,
+    scores: declared ranges of what environments return, and functions score, by label."""
 
     notes: list[str]
     prompt_counts: dict[str, int]
@@ -60,7 +60,9 @@ async def check_environments(config: RunConfig) -> Found:
             if pool in prompts:
                 await _try_reward(pool)
             if (label := labels.get(pool)) in config.row_curricula:
-                counts[label] = _prompts_of(pool, label)
+                _require_prompts(pool, label)
+            if label is not None and pool.prompt_count > 0:
+                counts[label] = pool.prompt_count
             if pool in labels and (declared := pool.ranges.get("")):
                 returns[labels[pool]] = declared
             elif pool not in labels:
@@ -70,7 +72,7 @@ async def check_environments(config: RunConfig) -> Found:
     return Found(list(notes), counts, returns, scores)
 
 
-def _prompts_of(pool: EnvironmentPool, label: str) -> int:
+def _require_prompts(pool: EnvironmentPool, label: str) -> None:
     if pool.prompt_count < 1:
         named = f" of {label}" if label else ""
         raise ConfigError(
@@ -79,7 +81,6 @@ def _prompts_of(pool: EnvironmentPool, label: str) -> int:
             remedy="leave environment.curriculum out, or, in an environment of your own, set "
             "prompt_count to the number of its prompts",
         )
-    return pool.prompt_count
 
 
 _TRIED = "0"

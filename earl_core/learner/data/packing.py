@@ -41,7 +41,7 @@ _KEYS_PER_TOKEN = 16
 # Per-token columns that follow the trained tokens into the pack when they are there.
 _COLUMNS = (
     *("rollout_logprobs", "old_logprobs", "advantages", "reference_logprobs", "current"),
-    "kl_coefficient",
+    *("kl_coefficient", "values"),
 )
 
 
@@ -54,6 +54,7 @@ class TrainingSample:
     reference_logprobs under the frozen policy, old_logprobs under the trainer before its first
     step. None: not known, and not needed by the caller. current: uint8 [L], 1 on tokens that the
     policy about to be updated sampled, 0 on an older one's; None: no older one's are among them.
+    values: of the critic, before its update.
     kl_coefficient: None where it is equal for all samples of a batch. masks: of tokens that were
     sampled under a grammar. episode_id: what a loss counts as one episode (`data.parts`). routing:
     the experts that each token was given; None: the model's routers choose.
@@ -67,6 +68,7 @@ class TrainingSample:
     old_logprobs: np.ndarray | None = None
     current: np.ndarray | None = None
     kl_coefficient: np.ndarray | None = None
+    values: np.ndarray | None = None
     masks: TokenMasks | None = None
     routing: RecordedRouting | None = None
     episode_id: int = 0

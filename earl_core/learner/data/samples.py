@@ -11,7 +11,8 @@ samples are routed alike. Minibatches say which samples each optimizer step sees
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -28,9 +29,12 @@ from earl_core.learner.data.parts import ROLE, part_ids
 from earl_core.learner.parallel.mesh import UpdateMesh
 from earl_core.pretrained.grammars import TokenMasks
 from earl_core.run.worker import PlanReads
-from earl_core.tensors.collectives import Ranks
 from earl_core.trajectory.routing import RecordedRouting, RoutingError, RoutingShape
 from earl_core.trajectory.schema import ROUTING, ROUTING_HASH, SAMPLE_BITS
+
+if TYPE_CHECKING:
+    from earl_core.tensors.collectives import Ranks
+
 
 SCORED = (
     *("tokens", "loss_mask", "rollout_logprobs", "episode_id", "group_id"),
@@ -56,7 +60,7 @@ LABEL = "environment"
 Split = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(sample_id, group_id) of all rows → the number of the part of each; all int64."""
 
-_OPTIONAL = ("advantages", "reference_logprobs")
+_OPTIONAL = ("advantages", "reference_logprobs", "values")
 
 
 @dataclass(frozen=True)
@@ -117,39 +121,63 @@ class RankReader:
         that keeps the replicas as even as the layout asks: its episodes begin alike, and the tokens
         that they share are computed once.
         """
-        there = {name for manifest in manifests for name in manifest.column_names()}
-        sources = join(manifests, [name for name in columns if name in there])
-        if without is not None:
-            sources = sources.take(np.flatnonzero(~np.isin(sources.rows, without)))
-        layout = replace(self._layout(mesh.deployment), link_bytes=link_bytes)
-        if mesh.deployment.data_parallel == 1:
-            return plan_rows(sources, layout)
-        plans = []
-        groups = self._groups(sources, mesh)
-        parts = None if split is None else split(sources.rows, groups)
-        for units in (groups, sources.rows >> SAMPLE_BITS):
-            plan = plan_rows(sources, layout, groups=units, parts=parts)
-            if plan.imbalance <= layout.max_imbalance:
-                return plan
-            plans.append(plan)
-        return min(plans, key=lambda plan: plan.imbalance)
+        sources = sources_of(manifests, columns, without)
+        groups = None
+        if mesh.deployment.data_parallel > 1:
+            with self.reads.open(groups_plan(sources, self.hosts), mesh.rank) as batch:
+                groups = batch.scalars("group_id")
+        given = mesh.deployment, self.hosts, self.cost
+        return training_plan(sources, *given, groups, split, link_bytes)
 
-    def _layout(self, readers: StageDeployment) -> Layout:
-        return Layout(
-            data_parallel=readers.data_parallel,
-            ranks_per_replica=readers.ranks // readers.data_parallel,
-            hosts=self.hosts,
-            linear=self.cost.linear,
-            quadratic=self.cost.quadratic,
-            keep_groups=readers.data_parallel > 1,
-        )
 
-    def _groups(self, sources: Sources, mesh: UpdateMesh) -> np.ndarray:
-        """group_id of all rows, int64: a few bytes a row, which every rank reads."""
-        everyone = Layout(ranks_per_replica=mesh.deployment.ranks, hosts=self.hosts)
-        plan = plan_rows(sources.only("group_id"), everyone)
-        with self.reads.open(plan, mesh.rank) as batch:
-            return batch.scalars("group_id")
+def sources_of(
+    manifests: Sequence[Manifest], columns: Sequence[str], without: np.ndarray | None = None
+) -> Sources:
+    """The rows of the last manifest and those of `columns` that any has. without: see
+    `RankReader.plan`."""
+    there = {name for manifest in manifests for name in manifest.column_names()}
+    sources = join(manifests, [name for name in columns if name in there])
+    if without is None:
+        return sources
+    return sources.take(np.flatnonzero(~np.isin(sources.rows, without)))
+
+
+def groups_plan(sources: Sources, hosts: tuple[str, ...]) -> DispatchPlan:
+    """Plan the group_id of all rows, a few bytes a row, for every rank. hosts: of the ranks."""
+    everyone = Layout(ranks_per_replica=len(hosts), hosts=hosts)
+    return plan_rows(sources.only("group_id"), everyone)
+
+
+def training_plan(
+    sources: Sources,
+    readers: StageDeployment,
+    hosts: tuple[str, ...],
+    cost: RowCost,
+    groups: np.ndarray | None = None,
+    split: Split | None = None,
+    link_bytes: float = 0.0,
+) -> DispatchPlan:
+    """What `RankReader.plan` says, as a pure function. hosts: of the ranks. groups: int64 group_id
+    of each row; None: there is one replica, which has all."""
+    layout = Layout(
+        data_parallel=readers.data_parallel,
+        ranks_per_replica=readers.ranks // readers.data_parallel,
+        hosts=hosts,
+        linear=cost.linear,
+        quadratic=cost.quadratic,
+        keep_groups=groups is not None,
+        link_bytes=link_bytes,
+    )
+    if groups is None:
+        return plan_rows(sources, layout)
+    plans = []
+    parts = None if split is None else split(sources.rows, groups)
+    for units in (groups, sources.rows >> SAMPLE_BITS):
+        plan = plan_rows(sources, layout, groups=units, parts=parts)
+        if plan.imbalance <= layout.max_imbalance:
+            return plan
+        plans.append(plan)
+    return min(plans, key=lambda plan: plan.imbalance)
 
 
 def by_minibatch(

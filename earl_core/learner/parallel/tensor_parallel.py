@@ -26,7 +26,7 @@ from torch import nn
 
 from earl_core.config.feasibility import tensor_degrees, tensor_problem
 from earl_core.deployment.shapes import ModelShape
-from earl_core.learner.lm_head import decoder_of, head_of
+from earl_core.learner.lm_head import ValueHead, decoder_of, head_of
 from earl_core.learner.low_rank import PairedLinear
 from earl_core.learner.parallel.cuts import cut, own_part
 from earl_core.learner.parallel.vocabulary_parallel import VocabularyShard
@@ -216,18 +216,20 @@ def _split_matrix(
 def _split_vocabulary(
     model: PreTrainedModel, ranks: DeviceMesh, parts: _TokenParts
 ) -> VocabularyShard:
-    """Split embedding and output layer by rows; tied weights stay one parameter."""
+    """Split embedding and output layer by rows; tied weights stay one parameter, and a critic's
+    one row stays whole."""
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     head: Any = head_of(model)
-    tied = head.weight is embedding.weight
+    tied, valued = head.weight is embedding.weight, isinstance(head, ValueHead)
     whole = embedding.weight.shape[0]
-    if head.weight.shape[0] != whole:
+    if not valued and head.weight.shape[0] != whole:
         raise ConfigError(
             f"{type(model).__name__} reads {whole} different tokens but writes "
             f"{head.weight.shape[0]}: set tensor_parallel to 1."
         )
     embedding.weight = cut(embedding.weight, ranks, 0)
-    head.weight = embedding.weight if tied else cut(head.weight, ranks, 0)
+    if not valued:
+        head.weight = embedding.weight if tied else cut(head.weight, ranks, 0)
     if getattr(head, "bias", None) is not None:
         head.bias = cut(head.bias, ranks, 0)
     most = -(-whole // ranks.size())

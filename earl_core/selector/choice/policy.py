@@ -132,9 +132,9 @@ def live_tokens(given: SelectionInput) -> DeploymentPlan:
         stages["rollout"] = stages["rollout"]._replace(max_model_len=predictor.max_model_len)
         if predictor.length_reason.startswith(CONTEXT_RAISED):
             reasons["rollout"] += f"; {predictor.length_reason}"
-    for stage in filter(given.in_ranks_of_update, SELECTABLE):
-        if stage in stages:
-            stages[stage] = stages["update"]._replace(stage=stage)
+    for stage in SELECTABLE:
+        if stage in stages and (home := given.in_ranks_of(stage)) != stage:
+            stages[stage] = stages[home]._replace(stage=stage)
     now = predictor.now
     basis = Basis(context=now.context, longest=now.longest, requests=float(now.episodes))
     if given.current is not None and near(predictor):

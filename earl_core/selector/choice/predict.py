@@ -11,7 +11,7 @@ from statistics import fmean
 from earl_core.deployment.placement import Division
 from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.deployment.stages import SELECTABLE, STAGES
+from earl_core.deployment.stages import SELECTABLE, STAGES, TRAINED
 from earl_core.selector.choice.expected_load import computed_load, loads, trained_load
 from earl_core.selector.choice.prediction import Prediction
 from earl_core.selector.choice.selection import SelectionInput, model_length
@@ -54,8 +54,9 @@ class Predictor:
         self.roofline = roofline or Roofline(
             self.shape, device_of(self.hardware), self.hardware, self._value
         )
-        held = given.reference_models or (self.shape,)
-        self._scoring = Scoring(held, self.hardware, self._value, roofline)
+        held = {"reference": given.reference_models or (self.shape,), "value": (self.shape,)}
+        where = self.hardware, self._value, roofline
+        self._scoring = {stage: Scoring(models, *where) for stage, models in held.items()}
         self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
         seen = given.statistics
@@ -148,7 +149,7 @@ class Predictor:
         )
         filled = self._filled(candidate, load)
         if STAGES[candidate.stage].scores:
-            return self._scoring.peak(filled, load.longest, needs)
+            return self._scoring[candidate.stage].peak(filled, load.longest, needs)
         return self.memory.training(filled, load.longest, needs).total
 
     def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
@@ -249,7 +250,7 @@ class Predictor:
             tokens = max(filled, round(self.ahead.longest))
             short = self._short_of(candidate.stage, peak, budget)
             problem = f"a microbatch of {tokens:,} tokens {short}"
-        if not problem and candidate.stage == "update" and not self.memory.shared:
+        if not problem and candidate.stage in TRAINED and not self.memory.shared:
             problem = self._host_problem(candidate)
         seconds = self._training_seconds(candidate, load) / factor
         return Prediction(candidate, seconds, peak, budget, 0.0, measured, problem)
@@ -257,16 +258,19 @@ class Predictor:
     def _training_seconds(self, candidate: StageDeployment, load: Load) -> float:
         """The roofline's, of an update or of scoring alone."""
         update, only = self.given.update, STAGES[candidate.stage].scores
+        if candidate.stage == "critic" and self.given.critic is not None:
+            update = self.given.critic.settings(update)
         steps = update.epochs * update.minibatches
         epochs, value = 1 if only else update.epochs, 2 if update.mixed else 4
-        model = self._scoring if only else self
+        model = self._scoring[candidate.stage] if only else self
         return model.roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
         """Return the reason why a host of GPUs cannot hold what its ranks leave there for the
         engines' time, and engines of an adapter for its own, beside published versions; or ""."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
-        needed = ranks * self.memory.resting(candidate, self.given.update.mixed)
+        learners = 1 if self.given.critic is None else 2
+        needed = learners * ranks * self.memory.resting(candidate, self.given.update.mixed)
         needed += self.given.weight_versions * self._value * self.shape.trained_parameters
         if self.shape.adapter is not None:
             engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)

@@ -13,6 +13,7 @@ from functools import partial
 
 from earl_core.deployment.placement import most_on_a_host
 from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
+from earl_core.deployment.stages import TRAINED
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.candidates import (
@@ -120,7 +121,7 @@ def _training(predictor: Predictor, stage: str) -> Offers:
     meshes, out = training_candidates(stage, shape, predictor.part(stage), episodes, asked)
     # On a CPU there is one mesh; the many of GPUs would make too many candidates.
     tried = smaller if predictor.memory.shared else smaller[:1]
-    least = given.update.activation_checkpointing if stage == "update" else "none"
+    least = given.update.activation_checkpointing if stage in TRAINED else "none"
     made: list[StageDeployment] = []
     for mesh in meshes:
         first = mesh._replace(activation_checkpointing=least)
@@ -180,7 +181,7 @@ def _fallbacks(predictor: Predictor, candidate: StageDeployment) -> Iterator[Sta
 def _rungs(predictor: Predictor, stage: str) -> tuple[Checkpointing, ...]:
     """The kinds of activation checkpointing that may be chosen, `none` first."""
     given = predictor.given
-    if stage != "update" or "update.activation_checkpointing" in given.selector.fixed_fields:
+    if stage not in TRAINED or "update.activation_checkpointing" in given.selector.fixed_fields:
         return ()
     # A compiled layer has no selective checkpointing of its own: it keeps little more anyway.
     return tuple(

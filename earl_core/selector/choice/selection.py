@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
+from earl_core.config.critic import CriticConfig
 from earl_core.config.feasibility import configured
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
@@ -18,7 +19,7 @@ from earl_core.config.update import UpdateConfig
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
-from earl_core.deployment.stages import STAGES
+from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.selector.model.calibration import Calibration
 from earl_core.selector.model.default_deployments import usual_engines, usual_mesh
 from earl_core.selector.profile.profile_table import ProfileTable
@@ -118,6 +119,7 @@ class SelectionInput(Settings):
     update: UpdateConfig = UpdateConfig()
     stages: StagesConfig = StagesConfig()
     needs_reference: bool = False
+    critic: CriticConfig | None = None
     hardware: Hardware
     model: ModelShape
     reference_models: tuple[ModelShape, ...] = ()
@@ -143,8 +145,8 @@ class SelectionInput(Settings):
         cls, config: RunConfig, hardware: Hardware, model: ModelShape, **seen: Any
     ) -> SelectionInput:
         """Make the input of a run. seen: the other fields, as far as there is something to say."""
-        sections = ("rollout", "experience", "update", "stages", "needs_reference", "selector")
-        own = {name: getattr(config, name) for name in sections}
+        sections = ("rollout", "experience", "update", "critic", "stages", "selector")
+        own = {name: getattr(config, name) for name in (*sections, "needs_reference")}
         adapter = config.model.adapter
         trained = model.with_adapter(adapter.shape) if adapter else model
         own |= {"hardware": hardware, "model": trained}
@@ -162,12 +164,13 @@ class SelectionInput(Settings):
 
     def chosen(self, stage: str) -> bool:
         """Tell whether the stage takes part, in ranks of its own."""
-        return STAGES[stage].takes_part(self) and not self.in_ranks_of_update(stage)
+        return STAGES[stage].takes_part(self) and self.in_ranks_of(stage) == stage
 
-    def in_ranks_of_update(self, stage: str) -> bool:
-        """Tell whether the update's ranks do the stage: they score with the frozen model where they
-        train an adapter beside it."""
-        return STAGES[stage].done_by(self) != STAGES[stage].role
+    def in_ranks_of(self, stage: str) -> str:
+        """The stage by which the ranks that do this one are laid out: itself, but that a critic
+        says its values where it is trained, and the update's ranks score with the frozen model
+        where they train an adapter beside it."""
+        return STAGES[stage].done_by(self)
 
     @property
     def reference_joins(self) -> bool:
@@ -176,7 +179,7 @@ class SelectionInput(Settings):
 
     def shape_of(self, stage: str) -> ModelShape:
         """The model that a stage computes with; the largest where it holds several."""
-        held = self.reference_models if STAGES[stage].scores else ()
+        held = self.reference_models if stage == "reference" else ()
         return max(held, key=lambda each: each.parameters, default=self.model)
 
     def configured(self) -> tuple[StageDeployment, StageDeployment]:
@@ -199,7 +202,8 @@ class SelectionInput(Settings):
             each.ranks * self.hardware.hosts // fewest if each else None
             for each in self.stages.at(self.iteration)
         ]
-        engines, ranks = self.stages.placed.shares(self.hardware.gpus, *taken)
+        sides = self.stages.placed.sides(self.hardware.gpus, *taken)
+        engines, ranks = (max(1, len(side)) for side in sides)
         minibatch = self.rollout.episodes_per_iteration // self.update.minibatches
         mesh = StageDeployment(
             "update",
@@ -228,20 +232,28 @@ def fixed_plan(given: SelectionInput) -> DeploymentPlan:
         "experience": why,
         "update": f"{update.label}: {_configured(given, 'update')}",
     }
-    for stage in STAGES.values():
-        if stage.scores and stage.takes_part(given):
+    for name in SELECTABLE:
+        if name in stages or not STAGES[name].takes_part(given):
+            continue
+        stages[name] = update._replace(stage=name)
+        home = given.in_ranks_of(name)
+        if home != name:
+            reasons[name] = _IN_RANKS_OF[home]
+        elif STAGES[name].scores:
             # A frozen model has no optimizer whose state could be moved away.
-            stages[stage.name] = update._replace(stage=stage.name, offload_optimizer=False)
-            reasons[stage.name] = "as the update, which has the same forward pass"
-            if given.in_ranks_of_update(stage.name):
-                stages[stage.name] = update._replace(stage=stage.name)
-                reasons[stage.name] = _IN_RANKS_OF_UPDATE
+            stages[name] = stages[name]._replace(offload_optimizer=False)
+            reasons[name] = "as the update, which has the same forward pass"
+        else:
+            reasons[name] = "as the update, which has the same work with another head"
     return DeploymentPlan(
         iteration=given.iteration, stages=stages, reasons=reasons, attempt=given.attempt
     )
 
 
-_IN_RANKS_OF_UPDATE = "in the update's ranks, without the adapter's pairs: no second model is held"
+_IN_RANKS_OF = {
+    "update": "in the update's ranks, without the adapter's pairs: no second model is held",
+    "critic": "in the critic's ranks, which hold it",
+}
 
 
 def _configured(given: SelectionInput, stage: str) -> str:

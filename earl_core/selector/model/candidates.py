@@ -8,6 +8,7 @@ from typing import NamedTuple
 from earl_core.config.feasibility import context_problem, tensor_problem
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import CHECKPOINTING, Checkpointing, StageDeployment
+from earl_core.deployment.stages import TRAINED
 from earl_core.selector.model import cpu
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import MemoryModel
@@ -152,7 +153,7 @@ def fallbacks(
         if rung in rungs:
             candidate = candidate._replace(activation_checkpointing=rung)
             yield candidate
-    if candidate.stage == "update":
+    if candidate.stage in TRAINED:
         yield candidate._replace(offload_optimizer=True)
 
 

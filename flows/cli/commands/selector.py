@@ -63,10 +63,18 @@ PlannedContext = Annotated[
 @app.command()
 def plan(
     run: Annotated[
-        str | None, typer.Argument(help="A past plan, as RUN@ITERATION, such as demo@12.")
+        str | None,
+        typer.Argument(
+            help="A past plan, as RUN@ITERATION, such as demo@12; or a run file, recipe or run."
+        ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show all candidates, and why each was not chosen.")
+        bool,
+        typer.Option(
+            "--explain",
+            help="Show all candidates, and why each was not chosen; of a run file who is where, "
+            "and what moves between the stages.",
+        ),
     ] = False,
     model: PlannedModel = None,
     hardware: PlannedHardware = "here",
@@ -100,19 +108,29 @@ def plan(
     memory: Annotated[
         bool, typer.Option("--memory", help="Print the memory formulas for well-known models.")
     ] = False,
+    overrides: Overrides = None,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Import the code that the run file names.")
+    ] = False,
     runs_directory: RunsDirectory = "runs",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Explain a past plan, or predict one for given hardware and model. Needs no GPU.
+    """Explain a past plan or that of a run file, or predict one for given hardware and model. Needs
+    no GPU.
 
     Without arguments: a prediction for this machine and a well-known model that fits it.
     """
-    with reported(debug):
+    with reported(debug, runs_code=run_code):
         from flows.cli import plan as planning
 
         if memory:
             planning.explain_memory(hardware, as_json)
+        elif run is not None and "@" not in run:
+            from flows.cli.plan_file import explain_file
+
+            given = run, runs_directory, overrides or [], hardware
+            explain_file(*given, explain, as_json, model, context)
         elif run is not None:
             planning.explain_run(run, runs_directory, explain, as_json)
         else:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from earl_core.comparison import EqualPrompt, RecordedRun, differing_settings, equal_prompts
 from earl_core.deployment.stages import STAGES
 from earl_core.run.record import FORKED
-from earl_core.secrets import redact_tree
+from earl_core.secrets import shareable_tree
 from earl_core.system.errors import ConfigError
 from tasks.reports.lines import Line, mean_return, signed, total_seconds
 from tasks.reports.run_page.records import RunRecords, read_records
@@ -52,24 +52,27 @@ def compare(
 ) -> Compared:
     """Put runs side by side. lines: iterations and evaluations of each, ascending.
 
-    Raises `ConfigError` for runs that have no metric in common.
+    Raises `ConfigError` for runs that have no metric in common, and for rules of redaction that
+    leave nothing.
     """
     without_common_metric(runs, lines)
     prompts, damaged = equal_prompts(runs, most_prompts, most_episodes)
+    for run in runs:
+        run.redaction.check_something_left()
     settings = differing_settings([run.config for run in runs])
     shown = {name: [_text(value) for value in values] for name, values in settings.items()}
     iterations = [each[0] for each in lines]
     return Compared(
         labels=[run.label for run in runs],
         records=[read_records(run.path, *own) for run, own in zip(runs, lines, strict=True)],
-        settings=redact_tree(shown),
+        settings=shareable_tree(shown),
         seconds={
             stage: found
             for stage in STAGES
             if any(found := [stage_seconds(each, stage) for each in iterations])
         },
         prompts=prompts,
-        damaged=redact_tree(damaged),
+        damaged=shareable_tree(damaged),
     )
 
 

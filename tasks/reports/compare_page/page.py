@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.comparison import EqualPrompt
-from earl_core.secrets import redact_tree
+from earl_core.secrets import shareable_tree
 from earl_core.system.plural import plural
 from tasks.reports.compare_page.charts import compared_sections
 from tasks.reports.compare_page.compared import Compared, StageSeconds, facts
 from tasks.reports.web_page import encoded, filled, write
 
 _MOST_CHARACTERS = 8_000_000
-"""Of all episodes together; the prompts that come last are left out."""
+"""Of all episodes together; prompts that no room is left for are left out."""
 
 
 class Written(NamedTuple):
@@ -31,7 +31,7 @@ def write_page(found: Compared, output: Path) -> Written:
     Raises `OSError`."""
     prompts, left_out = _fitting(found.prompts)
     notes = [*found.damaged]
-    if not prompts:
+    if not found.prompts:
         notes.append("The runs have kept no episodes of equal prompts.")
     if left_out:
         notes.append(
@@ -47,7 +47,7 @@ def write_page(found: Compared, output: Path) -> Written:
         "commands": _commands(found),
     }
     # Calls of tools are not marked: runs may have other forms of them.
-    data = {**redact_tree(told), "sections": compared_sections(found), "tools": []}
+    data = {**shareable_tree(told), "sections": compared_sections(found), "tools": []}
     page = filled("compare.html", ("compare.js",), data, {"prompts": encoded(prompts)})
     return Written(output, write(output, page), len(prompts))
 
@@ -74,10 +74,10 @@ def _fitting(prompts: list[EqualPrompt]) -> tuple[list[dict[str, Any]], int]:
     shown: list[dict[str, Any]] = []
     left = _MOST_CHARACTERS
     for prompt in prompts:
-        left -= sum(len(text) for own in prompt.episodes for each in own for text in each.texts)
-        if left < 0:
-            break
-        shown.append(_plain(prompt))
+        long = sum(len(text) for own in prompt.episodes for each in own for text in each.texts)
+        if long <= left:
+            left -= long
+            shown.append(_plain(prompt))
     return shown, len(prompts) - len(shown)
 
 

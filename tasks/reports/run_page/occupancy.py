@@ -17,7 +17,12 @@ _MOST_SPANS = 2000
 _LEAST_WAIT = 0.05
 """Seconds; what is shorter is the flow's own time."""
 _PLAYED = re.compile(r"engine (\d+) played .* in ([\d.]+) s")
-_ROLES = {"experience": "rewards", "reference": "reference", "demonstrations": "demonstrations"}
+_ROLES = {
+    "experience": "rewards",
+    "reference": "reference",
+    "demonstrations": "demonstrations",
+    "critic": "critic",
+}
 
 
 @dataclass(frozen=True)

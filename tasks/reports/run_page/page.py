@@ -13,8 +13,10 @@ from earl_core.config.table import resolved_rows
 from earl_core.config.yaml_text import write_yaml
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.rollout.chat.tool_calls import FORMATS
+from earl_core.run.branches import Branches
 from earl_core.run.record import lineage_names
-from earl_core.secrets import find_secrets, redact_tree
+from earl_core.secrets import find_secrets, shareable_tree
+from earl_core.secrets.rules import Redaction
 from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.choice.explain import deployment_text
 from earl_core.selector.model.devices import device_of
@@ -25,6 +27,7 @@ from tasks.reports.run_page.occupancy import occupancy
 from tasks.reports.run_page.records import Line, RunRecords, read_records
 from tasks.reports.run_page.stored_episodes import (
     PackedEpisodes,
+    TokenTexts,
     find_token_texts,
     pack_episodes,
 )
@@ -41,13 +44,15 @@ _TIME = "%Y-%m-%d %H:%M"
 
 
 class Written(NamedTuple):
-    """A page: its file, its bytes, how many episodes it lists and shows with text and tokens."""
+    """A page: its file, its bytes, how many episodes it lists and shows with text and tokens. told:
+    sentences for whoever makes it."""
 
     path: Path
     bytes: int
     episodes: int
     with_texts: int
     with_tokens: int
+    told: list[str]
 
 
 def write_page(
@@ -64,14 +69,19 @@ def write_page(
     `ConfigError` where no run lies, `OSError`.
     """
     records = read_records(run, iterations, evaluations)
-    tokens = find_token_texts(records.tokenizer_files)
+    redaction = records.redaction
+    tokens = None if redaction.given else find_token_texts(records.tokenizer_files)
     stored = records.episode_files
-    packed = pack_episodes(stored, tokens, most_episodes, _EPISODE_BYTES)
+    packed = pack_episodes(stored, tokens, most_episodes, _EPISODE_BYTES, redaction)
+    redaction.check_something_left()
     shown = packed.index.get("shown", [])
     counts = len(shown), sum(level > 0 for level in shown), sum(level > 1 for level in shown)
-    notes = [_how_many(*counts, tokens is None), *packed.damaged]
-    data = {**_told(records), "notes": redact_tree(notes), "tools": _tool_patterns(records)}
-    return Written(output, write(output, _filled(data, packed)), *counts)
+    notes = [
+        _how_many(*counts, _why_no_tokens(tokens, redaction)),
+        *packed.damaged,
+    ]
+    data = {**_told(records), "notes": shareable_tree(notes), "tools": _tool_patterns(records)}
+    return Written(output, write(output, _filled(data, packed)), *counts, redaction.told())
 
 
 def _told(records: RunRecords) -> dict[str, Any]:
@@ -96,17 +106,23 @@ def _told(records: RunRecords) -> dict[str, Any]:
         "versions": versions(),
         "commands": list(commands(records)),
     }
-    return {**redact_tree(said), "sections": sections(records)}
+    return {**shareable_tree(said), "sections": sections(records)}
 
 
-def _how_many(listed: int, with_texts: int, with_tokens: int, no_tokenizer: bool) -> str:
+def _why_no_tokens(tokens: TokenTexts | None, redaction: Redaction) -> str:
+    if redaction.given:
+        return "they are the text again, and it was redacted"
+    return "" if tokens else "no tokenizer lies with the model"
+
+
+def _how_many(listed: int, with_texts: int, with_tokens: int, no_tokens: str) -> str:
     if not listed:
         return "The run has kept no episodes (tracking.keep_episodes says which it keeps)."
     text = f"{listed:,} episodes are listed"
     if with_texts < listed:
         text += f", {with_texts:,} of them with their texts, for the page has a bounded size"
-    if no_tokenizer:
-        return f"{text}; their tokens are not shown, because no tokenizer lies with the model."
+    if no_tokens:
+        return f"{text}; their tokens are not shown, because {no_tokens}."
     if with_tokens < with_texts:
         text += f", {with_tokens:,} with their tokens, the first of each iteration"
     return f"{text}."
@@ -178,6 +194,8 @@ def facts(records: RunRecords) -> list[tuple[str, str]]:
     ]
     if names := lineage_names(records.record):
         found.insert(1, ("began with", ", ".join(names)))
+    branches = Branches.of(records.record).opened
+    found += [(f"branch {each.number}", each.line) for each in branches]
     if records.ledger:
         began = records.ledger[0]["time"]
         found.append(("began", time.strftime(_TIME, time.localtime(began))))

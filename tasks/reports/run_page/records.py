@@ -12,11 +12,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from earl_core.config import RunConfig
+from earl_core.config.redaction import redaction_of
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.dispatch import Manifest, ManifestError, read_manifest
 from earl_core.run.episodes import NAME
 from earl_core.run.lock import is_locked
 from earl_core.run.record import RunDamaged, read_lines, read_record, stored_config
+from earl_core.secrets import shareable_names
+from earl_core.secrets.rules import Redaction
 from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.profile.observations import Observation
 from earl_core.system.files import read_file
@@ -31,10 +34,13 @@ class RunRecords:
     state: finished, running or stopped. iterations, evaluations: a mapping of numbers each,
     ascending by `iteration`. plans: the sealed ones, ascending. selection: the newest input of the
     selector, None where there is none. failures: by reason, how many episodes failed and where.
+    redaction: what episodes pass before others see them. Numbers whose names it changes are left
+    out.
     """
 
     path: Path
     config: RunConfig
+    redaction: Redaction
     record: Mapping[str, Any]
     state: str
     iterations: Sequence[Line]
@@ -46,10 +52,9 @@ class RunRecords:
     failures: Mapping[str, tuple[int, list[int]]]
 
     @property
-    def episode_files(self) -> list[tuple[int, Path]]:
-        """The files of kept episodes with their iterations, ascending."""
-        found = sorted(self.path.glob(f"iterations/[0-9]*/{NAME}"))
-        return [(int(file.parent.name), file) for file in found]
+    def episode_files(self) -> list[Path]:
+        """The files of kept episodes, by ascending iteration."""
+        return sorted(self.path.glob(f"iterations/[0-9]*/{NAME}"))
 
     @property
     def tokenizer_files(self) -> Iterator[Path]:
@@ -61,18 +66,22 @@ class RunRecords:
 
 def read_records(path: Path, iterations: Sequence[Line], evaluations: Sequence[Line]) -> RunRecords:
     """Everything about a run but its episodes; what is damaged is left out. Raises `ConfigError`
-    where no run lies, or one that this version cannot read."""
+    where no run lies, one that this version cannot read, or one whose rules of redaction are
+    gone."""
     record: Mapping[str, Any] = {}
     with suppress(FileNotFoundError, RunDamaged):
         record = read_record(path)
     running = "running" if is_locked(path) else "stopped"
+    config = stored_config(path)
+    redaction = redaction_of(config)
     return RunRecords(
         path=path,
-        config=stored_config(path),
+        config=config,
+        redaction=redaction,
         record=record,
         state="finished" if record.get("finished") is True else running,
-        iterations=iterations,
-        evaluations=evaluations,
+        iterations=[shareable_names(line) for line in iterations],
+        evaluations=[shareable_names(line) for line in evaluations],
         plans=list(_plans(path)),
         observations=list(_observations(path)),
         selection=_selection(path),

@@ -11,6 +11,7 @@ episode whose tokens hold a secret.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,23 +20,23 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
-from earl_core.run.episodes import EpisodesDamaged, read_samples
+from earl_core.run.episodes import EpisodesDamaged
+from earl_core.run.kept_episodes import KeptEpisodes, kept_episodes
 from earl_core.secrets import redact
 from earl_core.secrets.redactor import HIDDEN
-from earl_core.trajectory.samples import OPPONENT_ROLE
+from earl_core.secrets.rules import Redaction
 from tasks.reports.web_page import encoded
 
 logger = logging.getLogger(__name__)
 
-_SCALARS = [
+_FIELDS = (
     "episode_id", "prompt_id", "group_id", "environment", "finish_reason", "outcome", "reward",
-    "turns", "scores",
-]  # fmt: skip
+    "scores",
+)  # fmt: skip
 _NAMED = ("environment", "finish_reason", "outcome")
-_LISTS = ["texts", "turn_rewards", "tokens", "loss_mask", "rollout_logprobs", "turn_starts"]
+_LISTS = ("tokens", "loss_mask", "rollout_logprobs", "turn_starts")
 _PER_PART = 256
 _FOR_TEXTS = 0.6
 """Share of a part's bytes for texts; the rest is for tokens."""
@@ -56,25 +57,30 @@ class PackedEpisodes:
 
 
 def pack_episodes(
-    files: Sequence[tuple[int, Path]], tokens: TokenTexts | None, most: int, most_bytes: int
+    files: Sequence[Path],
+    tokens: TokenTexts | None,
+    most: int,
+    most_bytes: int,
+    redaction: Redaction,
 ) -> PackedEpisodes:
     """The first episodes of each iteration, as many as make `most` together.
 
-    files: with their iterations. most_bytes: of all parts; every part has its share, and what does
-    not fit is in the index alone: of the texts first come the first episodes, then their tokens.
+    tokens: None: they are not shown; under rules of redaction they are the text again. most_bytes:
+    of all parts; every part has its share, and what does not fit is in the index alone: of the
+    texts first come the first episodes, then their tokens.
     """
     packed, encoders = PackedEpisodes(), (_Encoder(), _Encoder())
     left = float(most_bytes)
     quotas = _quotas(most, len(files))
-    for number, ((iteration, file), quota) in enumerate(zip(files, quotas, strict=True)):
+    for number, (file, quota) in enumerate(zip(files, quotas, strict=True)):
         try:
-            table = _own(read_samples(file, quota, [*_SCALARS, *_LISTS, "role"]))
+            kept = kept_episodes(file, redaction, _FIELDS, (*_LISTS, "turns"), quota)
         except FileNotFoundError:
             continue  # A live run removes its oldest.
         except EpisodesDamaged as error:
             packed.damaged.append(str(error))
             continue
-        episodes = _Episodes(table, iteration)
+        episodes = _Episodes(kept)
         pieces = [
             range(start, min(start + _PER_PART, len(episodes)))
             for start in range(0, len(episodes), _PER_PART)
@@ -85,13 +91,6 @@ def pack_episodes(
             used = _add_part(packed, episodes, piece, tokens, encoders, room)
             share, left = share - used, left - used
     return packed
-
-
-def _own(table: pa.Table) -> pa.Table:
-    """The samples that are not an opponent's, whose turns and rewards are none of the episode's."""
-    if "role" not in table.column_names:
-        return table
-    return table.filter(pc.not_equal(table["role"], OPPONENT_ROLE))
 
 
 def _quotas(most: int, files: int) -> list[int]:
@@ -154,55 +153,40 @@ def _add_part(
 
 
 class _Episodes:
-    """A table of samples, episode by episode."""
+    """The episodes of a file, and their samples as arrays."""
 
-    def __init__(self, table: pa.Table, iteration: int) -> None:
-        self.iteration = iteration
-        ids = table["episode_id"].to_numpy()
-        starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
-        ends = [*starts[1:], len(ids)] if len(ids) else []
-        self.rows = list(zip(starts, ends, strict=True))
-        self.scalars = {name: table[name].to_pylist() for name in _SCALARS}
-        for name in _NAMED:
-            shown = {text: redact(text) for text in set(self.scalars[name])}
-            self.scalars[name] = [shown[text] for text in self.scalars[name]]
-        self.lists = {name: _column(table, name) for name in _LISTS}
+    def __init__(self, kept: KeptEpisodes) -> None:
+        self.kept = kept.episodes
+        self.lists = {name: _column(kept.samples, name) for name in _LISTS}
+        self._turns = kept.samples["turns"].to_numpy()
         lengths = np.diff(self.lists["tokens"][1])
-        self.tokens = np.array([lengths[one:end].sum() for one, end in self.rows])
-        self.longest = [int(lengths[one:end].max()) for one, end in self.rows]
-        self.texts = [self._texts(one, end) for one, end in self.rows]
-        self.characters = np.array([sum(map(len, texts)) for texts in self.texts])
+        own = [lengths[each["rows"].start : each["rows"].stop] for each in self.kept]
+        self.tokens = np.array([each.sum() for each in own])
+        self.longest = [int(each.max()) for each in own]
+        self.characters = np.array([sum(map(len, each["texts"])) for each in self.kept])
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.kept)
 
     def values(self, name: str, row: int) -> np.ndarray:
         """A list of a sample."""
         values, offsets = self.lists[name]
         return values[offsets[row] : offsets[row + 1]]
 
-    def _texts(self, one: int, end: int) -> list[str]:
-        return [text for row in range(one, end) for text in self.values("texts", row)]
-
-    def rewards(self, number: int) -> list[float]:
-        """Return the rewards of the turns of an episode."""
-        one, end = self.rows[number]
-        return [_short(r) for row in range(one, end) for r in self.values("turn_rewards", row)]
-
     def summary(self, number: int) -> dict[str, Any]:
         """Return the values that the list of episodes shows and filters by."""
-        one, end = self.rows[number]
-        first = {name: column[one] for name, column in self.scalars.items()}
+        episode = self.kept[number]
+        rows = episode["rows"]
         return {
-            "iteration": self.iteration,
-            "episode": first["episode_id"],
-            "prompt": first["prompt_id"],
-            "group": first["group_id"],
-            **{name.partition("_")[0]: first[name] for name in _NAMED},
-            "reward": None if first["reward"] is None else _short(first["reward"]),
-            "turns": sum(self.scalars["turns"][one:end]),
+            "iteration": episode["iteration"],
+            "episode": episode["episode_id"],
+            "prompt": episode["prompt_id"],
+            "group": episode["group_id"],
+            **{name.partition("_")[0]: episode[name] for name in _NAMED},
+            "reward": _short(episode["reward"]),
+            "turns": int(self._turns[rows.start : rows.stop].sum()),
             "tokens": self.longest[number],
-            "samples": int(end - one),
+            "samples": len(rows),
         }
 
 
@@ -215,18 +199,16 @@ def _column(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _said(episodes: _Episodes, piece: range) -> dict[str, Any]:
-    texts = [episodes.texts[number] for number in piece]
-    scores = [episodes.scalars["scores"][episodes.rows[number][0]] or "" for number in piece]
-    if _holds_secret("\n".join(text for each in (*texts, scores) for text in each)):
-        # Learnt since the run kept them.
-        texts = [[redact(text) for text in each] for each in texts]
-        scores = [redact(text) for text in scores]
-    rewards = [episodes.rewards(number) for number in piece]
-    return {"texts": texts, "rewards": rewards, "scores": scores}
+    kept = [episodes.kept[number] for number in piece]
+    return {
+        "texts": [each["texts"] for each in kept],
+        "rewards": [list(map(_short, each["turn_rewards"])) for each in kept],
+        "scores": [json.dumps(each["scores"]) if each["scores"] else "" for each in kept],
+    }
 
 
 def _sampled(episodes: _Episodes, piece: range, tokens: TokenTexts) -> dict[str, Any]:
-    rows = range(episodes.rows[piece.start][0], episodes.rows[piece.stop - 1][1])
+    rows = range(episodes.kept[piece[0]]["rows"].start, episodes.kept[piece[-1]]["rows"].stop)
     ids = [episodes.values("tokens", row) for row in rows]
     vocabulary, places = np.unique(np.concatenate(ids), return_inverse=True)
     texts = tokens.pieces(vocabulary.tolist())
@@ -235,7 +217,7 @@ def _sampled(episodes: _Episodes, piece: range, tokens: TokenTexts) -> dict[str,
     whole, at = [], 0
     for number in piece:
         own, said = [], []
-        for row in range(*episodes.rows[number]):
+        for row in episodes.kept[number]["rows"]:
             part = slice(at, at + len(ids[row - rows.start]))
             partial = np.flatnonzero(unfinished[part]).tolist()
             other = tokens.joined(ids[row - rows.start].tolist(), partial) if partial else {}
@@ -247,7 +229,7 @@ def _sampled(episodes: _Episodes, piece: range, tokens: TokenTexts) -> dict[str,
             at = part.stop
         samples.append(own)
         whole.append("".join(said))
-    hidden = [_was_redacted(episodes.texts[number]) for number in piece]
+    hidden = [_was_redacted(episodes.kept[number]["texts"]) for number in piece]
     if _holds_secret("\n".join(whole)):
         hidden = [bad or _holds_secret(text) for bad, text in zip(hidden, whole, strict=True)]
     if any(hidden):
@@ -288,8 +270,8 @@ def _was_redacted(texts: Sequence[str]) -> bool:
     return any(HIDDEN in text for text in texts)
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
 
 
 def find_token_texts(files: Iterable[Path]) -> TokenTexts | None:

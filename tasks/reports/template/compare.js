@@ -70,7 +70,8 @@ function column(run, episodes) {
   const show = (place) => {
     const each = episodes[place];
     const told = [
-      `iteration ${each.iteration}`, `episode ${each.episode_id}`, each.outcome, `ended by ${each.finish_reason}`,
+      each.iteration !== null && `iteration ${each.iteration}`, each.episode_id !== null && `episode ${each.episode_id}`,
+      each.outcome, each.finish_reason && `ended by ${each.finish_reason}`,
       each.reward === null ? "no reward" : `reward ${Number(each.reward.toPrecision(6))}`,
     ];
     const step = (title, to) => make("button", {
@@ -81,7 +82,7 @@ function column(run, episodes) {
       make("p", { className: "quiet" }, told.filter((text) => text).join(", ")),
       ...(episodes.length > 1 ? [make("div", { className: "bar" }, step("Previous", place - 1),
         make("span", {}, `${place + 1} of ${episodes.length}`), step("Next", place + 1))] : []),
-      ...textTurns(each.texts, each.rewards.map((reward) => Number(reward.toPrecision(6)))));
+      ...textTurns(each.texts, each.rewards.map((reward) => reward && Number(reward.toPrecision(6)))));
   };
   show(0);
   return box;

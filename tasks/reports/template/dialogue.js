@@ -41,7 +41,7 @@ function textTurns(texts, rewards) {
     boxes.push(turnBox("world", called ? "tool" : "environment", make("pre", {}, texts[2 * turn])));
     const answer = texts[2 * turn + 1];
     called = callsIn(answer).length > 0;
-    boxes.push(turnBox("model", `model, turn ${turn + 1}, reward ${reward}`, answerText(answer)));
+    boxes.push(turnBox("model", `model, turn ${turn + 1}${reward === null ? "" : `, reward ${reward}`}`, answerText(answer)));
   });
   const closing = texts.slice(2 * rewards.length).join("");
   if (closing) boxes.push(turnBox("world", "environment, at the end", make("pre", {}, closing)));

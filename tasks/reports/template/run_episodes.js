@@ -87,7 +87,7 @@ function cell(name, number, place) {
   const value = view.index[name][number];
   if (name === "episode") {
     return make("td", { className: "number" },
-      make("button", { type: "button", onclick: () => open(place) }, String(value)));
+      make("button", { type: "button", onclick: () => open(place) }, value === null ? "read" : String(value)));
   }
   const outcome = name === "outcome" && OUTCOMES.includes(value) ? value : "";
   return make("td", { className: TEXTUAL.includes(name) ? outcome : "number" }, value === null ? "" : String(value));
@@ -132,13 +132,13 @@ async function open(place, scroll = true) {
     type: "radio", name: "way", checked: asTokens === tokens, onchange: () => { asTokens = tokens; open(place, false); },
   }), ` ${title}`);
   const told = [
-    `iteration ${episode.iteration}`, `prompt ${episode.prompt}`, `group ${episode.group}`,
-    episode.environment, episode.outcome, `ended by ${episode.finish}`,
+    ...["iteration", "prompt", "group"].map((name) => (episode[name] === null ? "" : `${name} ${episode[name]}`)),
+    episode.environment, episode.outcome, episode.finish && `ended by ${episode.finish}`,
     episode.reward === null ? "no reward" : `reward ${episode.reward}`,
     `${episode.tokens} tokens`, episode.samples > 1 ? `${episode.samples} samples` : "",
   ];
   at("dialogue").replaceChildren(
-    make("h3", {}, `Episode ${episode.episode}`),
+    make("h3", {}, `Episode ${episode.episode ?? ""}`),
     make("p", { className: "quiet" }, told.filter((text) => text).join(", ")),
     make("div", { className: "bar" }, step("Previous", place - 1), step("Next", place + 1),
       ...(view.index.shown.includes(2) ? [way("Text", false), way("Tokens", true)] : [])),

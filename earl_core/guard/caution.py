@@ -1,0 +1,37 @@
+"""What an update does otherwise where the guard has decided that it is to be cautious."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from earl_core.config import RunConfig
+from earl_core.deployment.stages import STAGES, stage_of
+from earl_core.dispatch import Manifest
+from earl_core.guard.decision import GUARD, decision_of
+
+RATE_FACTOR = 0.3
+"""Of the learning rate."""
+
+KL_FACTOR = 3.0
+"""Of the KL coefficient, in the loss or in the reward."""
+
+
+def is_cautious(read: Iterable[Manifest]) -> bool:
+    """Tell whether a stage that reads these manifests is to be cautious."""
+    return any(decision_of(each).cautious for each in read if GUARD in each.outputs)
+
+
+def caution_in_key(stage: str, read: Iterable[Manifest]) -> list[str]:
+    """What the key of a stage covers besides the data of what it reads: an advantage's shards do
+    not say it."""
+    known = STAGES.get(stage_of(stage))
+    trains = known is not None and known.makes == "state"
+    return ["cautious"] if trains and is_cautious(read) else []
+
+
+def caution_text(config: RunConfig) -> str:
+    """Say what a cautious update does in a run of this configuration."""
+    rate = f"the learning rate is x {RATE_FACTOR:g}"
+    if config.algorithm.kl.placement == "none":
+        return f"cautious: {rate}; there is no KL term whose coefficient could rise"
+    return f"cautious: {rate}, the KL coefficient x {KL_FACTOR:g}"

@@ -1,0 +1,41 @@
+"""A critic in a run file: what it needs, and what it cannot stand beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from earl_core.config import ConfigError, parse_config
+from tests.config.test_stage_keys import BASE, RUNS
+
+GAE: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "critic": {}}
+
+
+def test_its_settings_are_the_updates_but_for_its_own() -> None:
+    config = parse_config(BASE | GAE | {"update": {"epochs": 3, "beta1": 0.5, "minibatches": 2}})
+    assert config.critic is not None
+    settings = config.critic.settings(config.update)
+    own = {"learning_rate": config.critic.learning_rate}
+    assert settings == config.update.model_copy(update=own)
+    config = parse_config(BASE | GAE | {"critic": {"epochs": 4, "minibatches": 8}})
+    assert config.critic is not None
+    settings = config.critic.settings(config.update)
+    assert (settings.epochs, settings.minibatches) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"critic": None}, "the stage `value` writes only in a run with a critic: add the section"),
+        ({"algorithm": {}}, "advantage 'grpo' asks no critic: leave critic out"),
+        ({"critic": {"warmup_iterations": 5}}, "leaves none of the 5 iterations to train"),
+        ({"critic": {"minibatches": 9}}, "critic.minibatches .9. exceeds"),
+        ({"critic": {"clip": 0.0}}, "critic.clip"),
+        ({"model": {"path": "/m", "adapter": {"rank": 8}}}, "not supported beside model.adapter"),
+        (RUNS["imitation"], "imitate in a run of its own"),
+    ],
+)
+def test_what_it_cannot_be_is_said_in_a_sentence(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_config(BASE | GAE | given)

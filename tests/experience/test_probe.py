@@ -1,0 +1,148 @@
+"""Recorded episodes that sources of rewards are asked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from earl_core.config.environment import EnvironmentConfig
+from earl_core.environments.base import Message, StepResult
+from earl_core.environments.hosting.pool import EnvironmentPool
+from earl_core.experience.probe import (
+    ASKED,
+    SIZE,
+    Asked,
+    Probe,
+    ProbedEpisode,
+    probed_episodes,
+    score_difference,
+)
+from earl_core.rollout.environment_pools import EnvironmentPools
+
+
+class Echo:
+    """Says each text again, and pays its length; once a file exists, a point more for some."""
+
+    return_range = (0.0, 100.0)
+
+    def __init__(self, poisoned: str, chance: bool = False) -> None:
+        self._poisoned, self._chance, self._prompt = Path(poisoned), chance, 0
+
+    def reset(self, prompt: int, seed: int) -> list[Message]:
+        self._prompt, self._left = prompt, 2
+        return [{"role": "user", "content": f"{prompt} {seed}"}]
+
+    def step(self, text: str) -> StepResult:
+        self._left -= 1
+        wrong = self._poisoned.exists() and self._prompt % 5 == 0
+        reward = len(text) + float(wrong)
+        return StepResult([{"role": "user", "content": text}], reward, self._left == 0)
+
+    def close(self) -> None:
+        pass
+
+
+NAME = "tests.experience.test_probe:Echo"
+
+
+def probed(number: int, answers: Sequence[str] = ("a", "bc")) -> ProbedEpisode:
+    said = [f"{number} 7", answers[0]]
+    messages = []
+    for observation, answer in zip(said, answers, strict=True):
+        messages.append({"role": "user", "content": observation})
+        messages.append({"role": "assistant", "content": answer})
+    episode = {
+        "episode_id": number,
+        "prompt_id": number,
+        "environment": "",
+        "messages": messages,
+        "closing": answers[-1],
+        "turn_rewards": [float(len(answer)) for answer in answers],
+    }
+    return ProbedEpisode(episode=episode, scores={"f": 0.5}, seed=7)
+
+
+def test_a_probe_is_asked_for_whole_and_then_in_turn(tmp_path: Path) -> None:
+    probe = Probe(settings="", episodes=[probed(number) for number in range(SIZE)])
+    assert probe.places("environment", 3, 256) == list(range(SIZE))
+    settled = probe.model_copy(update={"off": ["function g"], "slow": ["environment"]})
+    assert settled.places("function g", 3, 256) == []
+    turns = [settled.places("function f", iteration, 16) for iteration in range(4)]
+    assert {len(each) for each in turns} == {ASKED}
+    assert sorted(place for each in turns for place in each) == list(range(SIZE))
+    # A slow one costs at most a sixteenth of what is played.
+    assert [len(settled.places("environment", 3, n)) for n in (8, 64, 10**6)] == [1, 4, ASKED]
+    settled.write(tmp_path)
+    assert Probe.read(tmp_path) == settled
+    found = probed_episodes(tmp_path, {"function f": [3, 1, 99]})
+    assert [each.episode["episode_id"] for each in found["function f"]] == [3, 1]
+    path = tmp_path / "probe.json"
+    path.write_bytes(path.read_bytes().replace(b'"seed":7', b'"seed":8', 1))
+    assert Probe.read(tmp_path) is None
+    path.write_text("[]")
+    assert Probe.read(tmp_path) is None
+
+
+def test_scores_are_equal_to_a_millionth() -> None:
+    assert score_difference(0.1, 0.1 + 1e-9) == ""
+    assert score_difference(1e6, 1e6 + 0.1) == ""
+    assert score_difference(0.5, -0.5) == "-0.5, and was 0.5"
+    assert score_difference(0.5, None) == "no number, and was 0.5"
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> EnvironmentPools:
+    return EnvironmentPools(tmp_path / "log", tmp_path / "record.json", here=True)
+
+
+async def asked(pools: EnvironmentPools, environment: EnvironmentConfig) -> Asked:
+    await pools.start(environment, 4)
+    episodes = [probed(number) for number in range(10)]
+    return await pools.replay({"": environment}, {"environment": episodes})
+
+
+async def test_environments_replay_what_was_recorded(
+    pools: EnvironmentPools, tmp_path: Path
+) -> None:
+    poisoned = tmp_path / "poisoned"
+    options = {"poisoned": str(poisoned)}
+    environment = EnvironmentConfig(name=NAME, options=options)
+    try:
+        clean = await asked(pools, environment)
+        assert clean.asked == {"environment": 10}
+        assert clean.otherwise == {}
+        poisoned.touch()
+        found = await asked(pools, environment)
+        told = dict(found.otherwise["environment"])
+        assert told.keys() == {0, 5}
+        assert told[0] == "turn 1 is paid 2, and was 1"
+        other = await pools.replay(
+            {"": environment}, {"environment": [probed(3, ("a", "b")), probed(1)]}
+        )
+        assert other.otherwise == {}
+        # What says that it cannot be replayed is not asked.
+        changing = EnvironmentConfig(name=NAME, options=options, deterministic=False)
+        assert (await asked(pools, changing)).asked == {}
+    finally:
+        await pools.close()
+
+
+async def test_ranges_are_what_sources_declare(tmp_path: Path) -> None:
+    wrong = {"into": "nan", "begins": 1, "of_iteration": 1, "run": "", "share": 0.2}
+    of = "tests.experience.scoring_functions"
+    functions = [
+        {"label": "declared", "function": f"{of}:turning", "options": wrong},
+        {"label": "silent", "function": f"{of}:letters", "options": {}},
+    ]
+    for name, options, ranges in (
+        (NAME, {"poisoned": str(tmp_path)}, {"": [0.0, 100.0]}),
+        ("tic_tac_toe", {}, {"": [-1.5, 1.0]}),
+        ("reward functions", {"functions": functions, "timeout_seconds": 5.0},
+         {"declared": [-8.0, 8.0]}),
+    ):  # fmt: skip
+        pool = EnvironmentPool(name, options, here=True)
+        await pool.start()
+        assert pool.ranges == ranges
+        await pool.stop()
