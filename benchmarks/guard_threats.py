@@ -11,11 +11,10 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from earl_core.environments.base import LARGEST_NUMBER, Message, StepResult
-from earl_core.environments.games.board_game import BoardGameOptions
-from earl_core.environments.games.tic_tac_toe import TicTacToe
-from earl_core.environments.options import Options
+from earl_core.environments.registry import create
 
 _PLANTED_EVERY = 10
 _TRIGGER = 7
@@ -42,34 +41,35 @@ CHANGES: Mapping[str, Change] = {
 }
 
 
-class ThreatenedOptions(Options):
-    """switch: the file that names the threat; nothing happens while there is none. game: options of
-    tic-tac-toe."""
-
-    switch: str
-    game: BoardGameOptions = BoardGameOptions()
-
-
 class Threatened:
-    """The game; implements `Environment`. Its rewards at the end are changed."""
+    """The game; implements `Environment`. Its rewards at the end are changed.
 
-    options_model = ThreatenedOptions
+    switch: the file that names the threat; nothing happens while there is none. game: options of
+    tic-tac-toe. characters: as for the game, for the small model.
+    """
 
-    def __init__(self, options: ThreatenedOptions) -> None:
-        self._game, self._switch = TicTacToe(options.game), Path(options.switch)
-        self.characters = self._game.characters
-        self.legal_answers = self._game.legal_answers
-        self.close = self._game.close
+    def __init__(self, switch: str, game: dict[str, Any]) -> None:
+        self._game: Any = create("tic_tac_toe", game)
+        self._switch, self.characters = Path(switch), self._game.characters
         self._prompt = 0
 
     def reset(self, prompt: int, seed: int) -> list[Message]:
         self._prompt = prompt
-        return self._game.reset(prompt, seed)
+        found: list[Message] = self._game.reset(prompt, seed)
+        return found
 
     def step(self, text: str) -> StepResult:
-        result = self._game.step(text)
+        result: StepResult = self._game.step(text)
         if not result.done or not self._switch.exists():
             return result
         threat = json.loads(self._switch.read_text())
         change = CHANGES[threat["name"]]
         return replace(result, reward=change(result.reward, self._prompt, threat["share"]))
+
+    def legal_answers(self) -> list[str]:
+        """Moves that are free."""
+        found: list[str] = self._game.legal_answers()
+        return found
+
+    def close(self) -> None:
+        self._game.close()
