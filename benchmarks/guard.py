@@ -1,0 +1,274 @@
+"""Runs that are poisoned or collapse, with a guard that only warns and with one that acts.
+
+    python -m benchmarks.guard --scratch DIRECTORY --markdown benchmarks/results/guard.md
+
+A small model learns tic-tac-toe. After some iterations the environment's rewards are changed behind
+EARL's back (`benchmarks.guard_threats`), or the run goes on with a learning rate under which it
+collapses: answers become illegal, the game asks again, contexts grow to their limit and the return
+falls. Both arms have the same seeds. Wins are of held-out games without any threat, of the last
+checkpoint. Clean runs of four kinds count the warnings that nobody should see.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.distillation import RECIPE, settings
+from earl_core.dispatch import read_manifest
+from earl_core.guard.decision import decision_of
+from earl_core.run.record import read_lines, read_record
+from tools.harness import REPOSITORY, Report, Row, parser, publish
+
+
+@dataclass(frozen=True)
+class Threat:
+    """name, share: as `benchmarks.guard_threats` has them; no name: it is none of rewards.
+    from_first: whether it is there before the run begins. overrides: of the whole run; later: of
+    the iterations from the threat on."""
+
+    name: str = ""
+    share: float = 1.0
+    from_first: bool = False
+    overrides: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+
+
+_ASKS_AGAIN = (
+    "environment.options.game.illegal_action=retry",
+    "environment.options.game.max_retries=40",
+    "rollout.max_turns=40",
+    "rollout.max_tokens_per_episode=60",
+)
+_TOO_FAST = ("update.learning_rate=1e-2",)
+
+THREATS = {
+    "5 % of rewards flipped": Threat("flipped", 0.05),
+    "20 % of rewards flipped": Threat("flipped", 0.2),
+    "the environment pays nothing": Threat("pays nothing"),
+    "5 % of rewards NaN": Threat("nan", 0.05),
+    "5 % of rewards infinite": Threat("infinite", 0.05),
+    "5 % of rewards 1e30": Threat("huge", 0.05),
+    "planted prompts, from iteration k": Threat("planted"),
+    "planted prompts, from the first": Threat("planted", from_first=True),
+    "collapse under a length limit": Threat(overrides=_ASKS_AGAIN, later=_TOO_FAST),
+}
+
+_ENVIRONMENT = (
+    "environment.name=benchmarks.guard_threats:Threatened",
+    "environment.options={switch: SWITCH, game: {style: compact, opponent: random, agent_side: "
+    "both, illegal_action: lose, rewards: {win: 1.0, draw: 0.3, loss: -1.0, illegal: -1.5}}}",
+)
+
+CLEAN = {
+    "grpo": (),
+    "one version stale": (
+        "schedule.staleness=1",
+        "stages.placement=shared",
+        "algorithm.importance_correction={}",
+    ),
+    "a stream": (
+        "schedule={staleness: 2, mode: stream}",
+        "algorithm.importance_correction={}",
+    ),
+    "credit by turns, KL in the loss": (
+        "algorithm.advantage=reinforce_plus_plus",
+        "algorithm.kl={placement: loss, estimator: k3, coefficient: 0.01}",
+    ),
+}
+
+GUARDS = ("warn", "act")
+
+
+def main() -> None:
+    made = parser(__doc__ or "")
+    made.add_argument("--scratch", type=Path, help="directory of the runs, which are continued")
+    made.add_argument("--seeds", type=int, default=3)
+    made.add_argument("--clean-seeds", type=int, default=5)
+    made.add_argument("--iterations", type=int, default=30)
+    made.add_argument("--begins", type=int, default=12, help="iteration that meets the threat")
+    made.add_argument("--prompts", type=int, default=16, help="of an iteration, 8 games each")
+    made.add_argument("--episodes", type=int, default=512, help="held-out games of each end")
+    made.add_argument("--threats", nargs="+", choices=THREATS, default=list(THREATS))
+    made.add_argument("--guards", nargs="+", choices=GUARDS, default=list(GUARDS))
+    options = made.parse_args()
+    if options.quick:
+        options.seeds, options.clean_seeds, options.iterations = 1, 1, 8
+        options.begins, options.prompts, options.episodes = 5, 8, 64
+    options.scratch = (options.scratch or Path(tempfile.mkdtemp(prefix="earl-guard-"))).resolve()
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    report = Report("guard", "Poisoned and collapsing runs, with a guard and without")
+    delays: dict[str, list[float]] = {}
+    for threat in options.threats:
+        for guard in options.guards:
+            ends = [_threatened(threat, guard, seed, options) for seed in range(options.seeds)]
+            report.rows.append(_row(threat, guard, ends))
+            delays.setdefault(threat, []).extend(end.delay for end in ends)
+    alarms = 0
+    for kind in CLEAN:
+        ends = [_clean(kind, seed, options) for seed in range(options.clean_seeds)]
+        report.rows.append(_row(f"none: {kind}", "warn", ends))
+        alarms += sum(end.early for end in ends)
+    report.headline["guard_false_alarms"] = float(alarms)
+    if (found := delays.get("20 % of rewards flipped")) is not None:
+        report.headline["guard_delay"] = max(found)
+    report.notes += _notes(options)
+    publish(report, options)
+
+
+@dataclass(frozen=True)
+class _End:
+    """A run's end. early: findings before the threat. delay: iterations from the threat's first one
+    to that of the first finding, 1 for the same; infinite without a finding. kinds: of findings.
+    wins: percent of held-out games. returns: how often the run went back. said: why it stopped."""
+
+    early: int
+    delay: float
+    kinds: tuple[str, ...]
+    wins: float
+    returns: int
+    said: str
+
+
+def _common(name: str, seed: int, options: Any) -> list[str]:
+    return [
+        f"seed={seed}",
+        f"runs_directory={options.scratch / 'runs'}",
+        f"model.path={options.scratch / f'model_{seed}'}",
+        f"model.builder_options={{seed: {seed}}}",
+        f"rollout.prompts_per_iteration={options.prompts}",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=4",
+        "evaluation.every=0",
+        "tracking.enabled=false",
+    ]
+
+
+def _threatened(title: str, guard: str, seed: int, options: Any) -> _End:
+    """Train until the threat, bring that about, and go on; or go on with it where it was left."""
+    threat = THREATS[title]
+    name = f"{''.join(c if c.isalnum() else '_' for c in title)}_{guard}_{seed}"
+    switch = options.scratch / f"{name}.switch"
+    environment = [each.replace("SWITCH", str(switch)) for each in _ENVIRONMENT]
+    wanted = [*_common(name, seed, options), *environment, *threat.overrides, f"guard={guard}"]
+    run = options.scratch / "runs" / name
+    begins = 0 if threat.from_first else options.begins
+    if threat.from_first:
+        _bring_about(threat, switch)
+    if not _finished(run, options.begins):
+        _earl(
+            "train",
+            RECIPE,
+            "--name",
+            name,
+            "--quiet",
+            *settings([*wanted, f"iterations={options.begins}"]),
+        )
+    _bring_about(threat, switch)
+    said = ""
+    if not _finished(run, options.iterations):
+        more = settings([*threat.later, f"iterations={options.iterations}"])
+        code, said = _earl("resume", run, "--quiet", *more, may_fail=True)
+        said = said if code else ""
+    switch.unlink(missing_ok=True)
+    return _end(run, begins, said, options)
+
+
+def _clean(kind: str, seed: int, options: Any) -> _End:
+    name = f"clean_{''.join(c if c.isalnum() else '_' for c in kind)}_{seed}"
+    run = options.scratch / "runs" / name
+    if not _finished(run, options.iterations):
+        wanted = [*_common(name, seed, options), *CLEAN[kind], f"iterations={options.iterations}"]
+        _earl("train", RECIPE, "--name", name, "--quiet", *settings(wanted))
+    return _end(run, options.iterations, "", options)
+
+
+def _bring_about(threat: Threat, switch: Path) -> None:
+    if threat.name:
+        switch.write_text(json.dumps({"name": threat.name, "share": threat.share}))
+
+
+def _finished(run: Path, iterations: int) -> bool:
+    """Tell whether the run has these iterations; one that its guard stopped never has."""
+    return len(read_lines(run / "metrics.jsonl")) >= iterations
+
+
+def _earl(*arguments: object, may_fail: bool = False) -> tuple[int, str]:
+    """Run a command of EARL; its exit code, and what it printed, or its error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode and not may_fail:
+        raise SystemExit(f"earl {arguments[0]} ended with {done.returncode}: {done.stderr}")
+    return done.returncode, (done.stderr if done.returncode else done.stdout).strip()
+
+
+def _end(run: Path, begins: int, said: str, options: Any) -> _End:
+    sealed = [*run.glob("iterations/*/advantage.json")]
+    sealed += run.glob("set_aside/*/iterations/*/advantage.json")
+    findings = [
+        (manifest.iteration, found.kind)
+        for manifest in map(read_manifest, sealed)
+        for found in decision_of(manifest).findings
+    ]
+    first = min((iteration for iteration, _ in findings if iteration >= begins), default=math.inf)
+    return _End(
+        early=sum(iteration < begins for iteration, _ in findings),
+        delay=first - begins + 1,
+        kinds=tuple(sorted({kind for _, kind in findings})),
+        wins=_wins(run, options.episodes),
+        returns=len(read_record(run).get("branches", ())),
+        said=said,
+    )
+
+
+def _wins(run: Path, episodes: int) -> float:
+    """Percent of held-out games that the last checkpoint wins."""
+    told = _earl("evaluate", run, "--episodes", episodes, "--json")[1]
+    outcomes: dict[str, Any] = json.loads(told.splitlines()[-1])["outcomes"]
+    return 100 * float(outcomes.get("win", {}).get("share", 0.0))
+
+
+def _row(threat: str, guard: str, ends: Sequence[_End]) -> Row:
+    """The ends of one arm, over the seeds."""
+    wins = [end.wins for end in ends]
+    return {
+        "threat": threat,
+        "guard": guard,
+        "noticed after": ", ".join("-" if math.isinf(e.delay) else f"{e.delay:.0f}" for e in ends),
+        "by": ", ".join(sorted({kind for end in ends for kind in end.kinds})) or "-",
+        "wins %": ", ".join(f"{each:.0f}" for each in wins),
+        "mean wins %": statistics.fmean(wins),
+        "went back": ", ".join(str(end.returns) for end in ends),
+        "stopped": sum(bool(end.said) for end in ends),
+    }
+
+
+def _notes(options: Any) -> list[str]:
+    return [
+        f"{options.seeds} seeds; the threat begins in iteration {options.begins} of "
+        f"{options.iterations}, of {8 * options.prompts} episodes each. noticed after: 1 is the "
+        "iteration itself, - is never.",
+        f"wins: {options.episodes} held-out games without any threat, of the last checkpoint. "
+        "went back: how often the run opened a branch. stopped: runs that the guard ended.",
+        f"Clean runs: {options.clean_seeds} seeds of each kind; guard_false_alarms counts findings "
+        "in all their iterations. guard_delay: the worst of the seeds and of both guards.",
+        "Flips, NaN and large rewards are drawn anew at each call, so that nobody can repeat them.",
+    ]
+
+
+if __name__ == "__main__":
+    main()
