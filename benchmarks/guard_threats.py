@@ -49,8 +49,8 @@ class Threatened:
     """
 
     def __init__(self, switch: str, game: dict[str, Any]) -> None:
-        self._game: Any = create("tic_tac_toe", game)
-        self._switch, self.characters = Path(switch), self._game.characters
+        made: Any = create("tic_tac_toe", game)
+        self._game, self._switch, self.characters = made, Path(switch), made.characters
         self._prompt = 0
 
     def reset(self, prompt: int, seed: int) -> list[Message]:

@@ -114,14 +114,22 @@ class ExperienceWorker(RunWorker):
         scores_and_roles = {"scores": dumped, "roles": of_roles.model_dump(mode="json")}
         learnt_of = {"returns": returns, "rows": of_rows, "groups": groups}
         told = {SEEN: {source: each.model_dump(mode="json") for source, each in seen.items()}}
-        return {**result, **scores_and_roles, **learnt_of, **told, **await self._asked(probe)}
+        return {
+            **result,
+            **scores_and_roles,
+            **learnt_of,
+            **told,
+            **await self._asked(probe, bounds),
+        }
 
-    async def _asked(self, probe: Places | None) -> dict[str, Any]:
+    async def _asked(
+        self, probe: Places | None, bounds: Mapping[str, Bounds] | None
+    ) -> dict[str, Any]:
         """What functions answer to the probe, in the first rank."""
         if not probe or self._context.rank:
             return {}
         probed = probed_episodes(self._run_directory, probe)
-        answers = await self._unless_cancelled(self._scorer.ask_again(probed))
+        answers = await self._unless_cancelled(self._scorer.ask_again(probed, bounds or {}))
         return {PROBE: answers.model_dump(mode="json")}
 
     def _known_scores(

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from earl_core.guard.seen import HUGE, Bounds
 from earl_core.system.files import canonical_json, read_file, write_atomic
 
 logger = logging.getLogger(__name__)
@@ -155,10 +156,14 @@ class Asked(BaseModel):
             self.otherwise.setdefault(source, []).append((episode, difference))
 
 
-def score_difference(before: float, now: float | None) -> str:
-    """How two scores of an episode differ; empty: they are equal. now: None for no number."""
-    if now is None:
-        return f"no number, and was {before:.4g}"
+def score_difference(before: float, now: float | None, bounds: Bounds = HUGE) -> str:
+    """How two scores of an episode differ; empty: they are equal. now: None for no number.
+
+    What is no number, or outside of what the source can give, is no difference: it is found in the
+    iteration's own episodes, which leave their groups for it.
+    """
+    if now is None or not bounds[0] <= now <= bounds[1]:
+        return ""
     same = math.isclose(before, now, rel_tol=_CLOSE, abs_tol=_CLOSE)
     return "" if same else f"{now:.4g}, and was {before:.4g}"
 

@@ -40,7 +40,7 @@ from earl_core.experience.probe import Asked, ProbedEpisode, score_difference
 from earl_core.experience.reward import ScoreTally
 from earl_core.experience.roles import own_rows, shared_of
 from earl_core.experience.waiting import NO_ANSWER, KeptScores, Waiting
-from earl_core.guard.seen import function_source
+from earl_core.guard.seen import HUGE, Bounds, function_source
 from earl_core.system.errors import EarlError
 from earl_core.system.files import write_atomic
 from earl_core.trajectory.samples import Episode, transcript, utf8
@@ -301,9 +301,12 @@ class Scorer:
             given = scores.given[episode.episode_id]
             episode.own[-1].turn_rewards[-1] += settings.added(given)
 
-    async def ask_again(self, probed: Mapping[str, Sequence[ProbedEpisode]]) -> Asked:
+    async def ask_again(
+        self, probed: Mapping[str, Sequence[ProbedEpisode]], bounds: Mapping[str, Bounds]
+    ) -> Asked:
         """Have functions, one after the other, score recorded episodes that they have scored
-        before. What fails by something else than its number says nothing. probed: by source."""
+        before. What fails by something else than its number says nothing. probed, bounds: by
+        source."""
         if self._pool is None:
             await self._start()
         found, slots = Asked(), asyncio.Semaphore(self._config.reward.concurrency)
@@ -317,7 +320,7 @@ class Scorer:
             for each, answer in zip(asked, answers, strict=True):
                 now = answer.reward if isinstance(answer, StepResult) else None
                 if isinstance(answer, StepResult) or is_no_number(answer.detail):
-                    told = score_difference(each.scores[title], now)
+                    told = score_difference(each.scores[title], now, bounds.get(source, HUGE))
                     found.add(source, each.episode["episode_id"], told)
             found.took(source, time.perf_counter() - started)
         return found

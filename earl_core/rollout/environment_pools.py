@@ -15,7 +15,6 @@ from typing import Any
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
-from earl_core.environments.real_numbers import is_no_number
 from earl_core.environments.trial import plays
 from earl_core.experience.probe import Asked, ProbedEpisode, reply_difference
 from earl_core.guard.seen import environment_source
@@ -118,7 +117,7 @@ class EnvironmentPools:
         probed: Mapping[str, Sequence[ProbedEpisode]],
     ) -> Asked:
         """Give recorded answers to the environments that are played here and can be replayed, and
-        compare what they reply. What fails says nothing, but for a reward that is no number."""
+        compare what they reply. What fails says nothing."""
         found = Asked()
         for label, environment in environments.items():
             source, pool = environment_source(label), self._pools.get(_key(environment))
@@ -144,12 +143,9 @@ class EnvironmentPools:
         for each, after in zip(probed, replayed, strict=True):
             replies = [r.messages if isinstance(r, StepResult) else r for r in after.replies]
             said = [redact(utf8("\n".join(m["content"] for m in shown))) for shown in replies]
-            told = reply_difference(each, said, [result.reward for result in after.results])
-            if after.failure is not None:
-                if not is_no_number(after.failure.detail):
-                    continue
-                told = "a reward that is no number"
-            found.add(source, each.episode["episode_id"], told)
+            if after.failure is None:
+                told = reply_difference(each, said, [result.reward for result in after.results])
+                found.add(source, each.episode["episode_id"], told)
 
     async def close(self) -> None:
         """End all hosts."""

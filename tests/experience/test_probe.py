@@ -89,7 +89,9 @@ def test_scores_are_equal_to_a_millionth() -> None:
     assert score_difference(0.1, 0.1 + 1e-9) == ""
     assert score_difference(1e6, 1e6 + 0.1) == ""
     assert score_difference(0.5, -0.5) == "-0.5, and was 0.5"
-    assert score_difference(0.5, None) == "no number, and was 0.5"
+    # Episodes of the iteration leave their groups for these, which is enough.
+    assert score_difference(0.5, None) == score_difference(0.5, 1e30) == ""
+    assert score_difference(0.5, 2.0, (0.0, 1.0)) == ""
 
 
 @pytest.fixture
