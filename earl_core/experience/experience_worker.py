@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,11 +84,7 @@ class ExperienceWorker(RunWorker):
                 return {**self._result([], {}, 0, started), "scores": {}, "groups": {}}
             if settings.functions:
                 known, settled = self._known_scores(rollout, scored)
-                asked = [
-                    each
-                    for each in scored_episodes(batch)
-                    if each["episode_id"] not in known and each["group_id"] not in settled
-                ]
+                asked = _unscored(scored_episodes(batch), known, settled)
                 again = {each["episode_id"] for each in asked}.difference(new.tolist())
                 scores = await self._unless_cancelled(
                     self._scorer.score(asked, before + len(new), without=again)
@@ -109,18 +105,15 @@ class ExperienceWorker(RunWorker):
         written = len(list(rows.numbers["sample_id"]))
         entries = [self._publish(shards_of, REWARD_SCHEMA, rows)] if written else []
         result = self._result(entries, metrics, episodes, started)
-        returns = {label: each.model_dump(mode="json") for label, each in learnt.items()}
-        dumped = tally.model_dump(mode="json")
-        scores_and_roles = {"scores": dumped, "roles": of_roles.model_dump(mode="json")}
-        learnt_of = {"returns": returns, "rows": of_rows, "groups": groups}
-        told = {SEEN: {source: each.model_dump(mode="json") for source, each in seen.items()}}
-        return {
-            **result,
-            **scores_and_roles,
-            **learnt_of,
-            **told,
-            **await self._asked(probe, bounds),
+        told = {
+            "scores": tally.model_dump(mode="json"),
+            "roles": of_roles.model_dump(mode="json"),
+            "returns": {label: each.model_dump(mode="json") for label, each in learnt.items()},
+            "rows": of_rows,
+            "groups": groups,
+            SEEN: {source: each.model_dump(mode="json") for source, each in seen.items()},
         }
+        return {**result, **told, **await self._asked(probe, bounds)}
 
     async def _asked(
         self, probe: Places | None, bounds: Mapping[str, Bounds] | None
@@ -241,6 +234,17 @@ def keeps_groups(config: RunConfig) -> bool:
     """Tell whether an estimator or the curriculum compares the episodes of a group."""
     estimator = ADVANTAGE_ESTIMATORS.build(config.algorithm.advantage)
     return estimator.needs_groups or bool(config.curriculum)
+
+
+def _unscored(
+    episodes: Iterable[dict[str, Any]], known: Collection[int], settled: Collection[int]
+) -> list[dict[str, Any]]:
+    """The episodes that have no scores already, but those of groups where none is asked for."""
+    return [
+        each
+        for each in episodes
+        if each["episode_id"] not in known and each["group_id"] not in settled
+    ]
 
 
 def episodes_plan(

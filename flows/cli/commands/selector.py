@@ -59,23 +59,35 @@ PlannedContext = Annotated[
     ),
 ]
 
+PlannedRun = Annotated[
+    str | None,
+    typer.Argument(
+        help="A past plan, as RUN@ITERATION, such as demo@12; or a run file, recipe or run."
+    ),
+]
+
+Explained = Annotated[
+    bool,
+    typer.Option(
+        "--explain",
+        help="Show all candidates, and why each was not chosen; of a run file who is where, "
+        "and what moves between the stages.",
+    ),
+]
+
+MemoryFormulas = Annotated[
+    bool, typer.Option("--memory", help="Print the memory formulas for well-known models.")
+]
+
+CodeRuns = Annotated[
+    bool, typer.Option("--run-code", help="Import the code that the run file names.")
+]
+
 
 @app.command()
 def plan(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="A past plan, as RUN@ITERATION, such as demo@12; or a run file, recipe or run."
-        ),
-    ] = None,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Show all candidates, and why each was not chosen; of a run file who is where, "
-            "and what moves between the stages.",
-        ),
-    ] = False,
+    run: PlannedRun = None,
+    explain: Explained = False,
     model: PlannedModel = None,
     hardware: PlannedHardware = "here",
     context: PlannedContext = None,
@@ -105,13 +117,9 @@ def plan(
             help="Rank of a low-rank adapter that is trained in place of the model, such as 16.",
         ),
     ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Print the memory formulas for well-known models.")
-    ] = False,
+    memory: MemoryFormulas = False,
     overrides: Overrides = None,
-    run_code: Annotated[
-        bool, typer.Option("--run-code", help="Import the code that the run file names.")
-    ] = False,
+    run_code: CodeRuns = False,
     runs_directory: RunsDirectory = "runs",
     as_json: Json = False,
     debug: Debug = False,
