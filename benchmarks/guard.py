@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,8 @@ def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--scratch", type=Path, help="directory of the runs, which are continued")
     made.add_argument("--seeds", type=int, default=3)
+    made.add_argument("--first-seed", type=int, default=0)
+    made.add_argument("--at-once", type=int, default=1, help="runs at one time")
     made.add_argument("--clean-seeds", type=int, default=5)
     made.add_argument("--iterations", type=int, default=30)
     made.add_argument("--begins", type=int, default=12, help="iteration that meets the threat")
@@ -107,22 +110,40 @@ def main() -> None:
     options.scratch = (options.scratch or Path(tempfile.mkdtemp(prefix="earl-guard-"))).resolve()
     options.scratch.mkdir(parents=True, exist_ok=True)
     report = Report("guard", "Poisoned and collapsing runs, with a guard and without")
+    with ThreadPoolExecutor(options.at_once) as at_once:
+        _fill(report, at_once, options)
+    report.notes += _notes(options)
+    publish(report, options)
+
+
+def _fill(report: Report, at_once: ThreadPoolExecutor, options: Any) -> None:
+    """Give the report its rows and its two numbers."""
+    seeds, clean_seeds = (
+        range(options.first_seed, options.first_seed + number)
+        for number in (options.seeds, options.clean_seeds)
+    )
+    clean = {
+        kind: [at_once.submit(_clean, kind, seed, options) for seed in clean_seeds]
+        for kind in CLEAN
+    }
+    arms = {
+        (threat, guard): [at_once.submit(_threatened, threat, guard, s, options) for s in seeds]
+        for threat in options.threats
+        for guard in options.guards
+    }
     delays: dict[str, list[float]] = {}
-    for threat in options.threats:
-        for guard in options.guards:
-            ends = [_threatened(threat, guard, seed, options) for seed in range(options.seeds)]
-            report.rows.append(_row(threat, guard, ends))
-            delays.setdefault(threat, []).extend(end.delay for end in ends)
+    for (threat, guard), runs in arms.items():
+        ends = [run.result() for run in runs]
+        report.rows.append(_row(threat, guard, ends))
+        delays.setdefault(threat, []).extend(end.delay for end in ends)
     alarms = 0
-    for kind in CLEAN:
-        ends = [_clean(kind, seed, options) for seed in range(options.clean_seeds)]
+    for kind, runs in clean.items():
+        ends = [run.result() for run in runs]
         report.rows.append(_row(f"none: {kind}", "warn", ends))
         alarms += sum(end.early for end in ends)
     report.headline["guard_false_alarms"] = float(alarms)
     if (found := delays.get("20 % of rewards flipped")) is not None:
         report.headline["guard_delay"] = max(found)
-    report.notes += _notes(options)
-    publish(report, options)
 
 
 @dataclass(frozen=True)
