@@ -289,7 +289,9 @@ async def rank_alone(
 
 
 async def test_scoring_ends_when_its_call_is_cancelled(tmp_path: Path) -> None:
-    config = configuration(tmp_path, {"functions": [BY_NUMBER]})
+    # It would end by nothing else: two of its functions never return.
+    endless = {"functions": [BY_NUMBER], "max_failed_share": 0.65}
+    config = configuration(tmp_path, endless)
     async with rank_alone(tmp_path, config) as (run, worker, context):
         rollout = run.seal(rolled_out(run.store)).model_dump(mode="json")
         scoring = asyncio.create_task(worker.reward([rollout]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,14 @@ EPISODE: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a test are not for the next one."""
+def _rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Those of a test are not for the next one; logged as in every process of ours."""
     monkeypatch.setattr(redactor, "_rules", {})
     monkeypatch.setenv("EARL_TEST_REDACTION_KEY", "a long key")
+    factory = logging.getLogRecordFactory()
+    redactor.guard_logging()
+    yield
+    logging.setLogRecordFactory(factory)
 
 
 def confidential(runs: Runs, name: str, rules: str = RULES) -> RunDirectory:
@@ -135,8 +141,7 @@ def test_any_field_may_be_missing(runs: Runs, how: str) -> None:
 def test_rules_that_leave_nothing_show_nothing(
     runs: Runs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    everything = "[{name: a, match: '\\w+'}, {name: b, match: '\\W'}]"
-    run = confidential(runs, "first", f"patterns: {everything}")
+    run = confidential(runs, "first", "drop_turns: [You serve, tool_response, INTERNAL, Bye]")
     tracker = runs.tracker(run)
     tracker.changed()
     tracker.close()
@@ -154,7 +159,7 @@ def test_rules_that_leave_nothing_show_nothing(
     [
         (None, "tracking.redact: the rules .* cannot be read: No such file"),
         ("words: [", "is not valid YAML"),
-        ("patterns: [{name: a, match: '.+'}]", "finds every text"),
+        ("patterns: [{name: a, match: '.+'}]", "hide every word"),
         ("hash_fields: [outcome]\nkey: env:EARL_NOT_THERE", "leads to nothing"),
     ],
 )
