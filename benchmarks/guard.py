@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -66,8 +67,9 @@ THREATS = {
 
 _ENVIRONMENT = (
     "environment.name=benchmarks.guard_threats:Threatened",
-    "environment.options={switch: SWITCH, game: {style: compact, opponent: random, agent_side: "
-    "both, illegal_action: lose, rewards: {win: 1.0, draw: 0.3, loss: -1.0, illegal: -1.5}}}",
+    "environment.options={switch: threat.json, game: {style: compact, opponent: random, "
+    "agent_side: both, illegal_action: lose, rewards: {win: 1.0, draw: 0.3, loss: -1.0, "
+    "illegal: -1.5}}}",
 )
 
 CLEAN = {
@@ -137,7 +139,7 @@ def _fill(report: Report, at_once: ThreadPoolExecutor, options: Any) -> None:
         report.rows.append(_row(threat, guard, ends))
         delays.setdefault(threat, []).extend(end.delay for end in ends)
     alarms = 0
-    for kind, runs in clean.items():
+    for kind, runs in clean.items() if clean_seeds else ():
         ends = [run.result() for run in runs]
         report.rows.append(_row(f"none: {kind}", "warn", ends))
         alarms += sum(end.early for end in ends)
@@ -160,7 +162,7 @@ class _End:
     said: str
 
 
-def _common(name: str, seed: int, options: Any) -> list[str]:
+def _common(seed: int, options: Any) -> list[str]:
     return [
         f"seed={seed}",
         f"runs_directory={options.scratch / 'runs'}",
@@ -175,47 +177,61 @@ def _common(name: str, seed: int, options: Any) -> list[str]:
 
 
 def _threatened(title: str, guard: str, seed: int, options: Any) -> _End:
-    """Train until the threat, bring that about, and go on; or go on with it where it was left."""
+    """Bring the threat about, and go on with it after the iterations before it."""
     threat = THREATS[title]
-    name = f"{''.join(c if c.isalnum() else '_' for c in title)}_{guard}_{seed}"
-    switch = options.scratch / f"{name}.switch"
-    environment = [each.replace("SWITCH", str(switch)) for each in _ENVIRONMENT]
-    wanted = [*_common(name, seed, options), *environment, *threat.overrides, f"guard={guard}"]
-    run = options.scratch / "runs" / name
+    name = f"{_plain(title)}_{guard}_{seed}"
+    run, place = options.scratch / "runs" / name, options.scratch / name
     begins = 0 if threat.from_first else options.begins
-    if threat.from_first:
-        _bring_about(threat, switch)
-    if not _finished(run, options.begins):
-        _earl(
-            "train",
-            RECIPE,
-            "--name",
-            name,
-            "--quiet",
-            *settings([*wanted, f"iterations={options.begins}"]),
-        )
-    _bring_about(threat, switch)
-    said = ""
-    if not _finished(run, options.iterations):
-        more = settings([*threat.later, f"iterations={options.iterations}"])
-        code, said = _earl("resume", run, "--quiet", *more, may_fail=True)
-        said = said if code else ""
-    switch.unlink(missing_ok=True)
-    return _end(run, begins, said, options)
+    wanted = [f"iterations={options.iterations}", f"guard={guard}", *threat.later]
+    # Where the environment looks for the threat.
+    place.mkdir(exist_ok=True)
+    if threat.name:
+        told = json.dumps({"name": threat.name, "share": threat.share})
+        (place / "threat.json").write_text(told)
+    code, said = 0, ""
+    if (run / "config.yaml").is_file():
+        if not _finished(run, options.iterations):
+            code, said = _earl("resume", run, "--quiet", place=place, may_fail=True)
+    elif threat.from_first:
+        own = [*_common(seed, options), *_ENVIRONMENT, *wanted]
+        made = ("train", RECIPE, "--name", name, "--quiet", *settings(own))
+        code, said = _earl(*made, place=place, may_fail=True)
+    else:
+        before = _before(threat, seed, options)
+        made = ("fork", f"{before}@{begins - 1}", name, "--quiet", *settings(wanted))
+        code, said = _earl(*made, place=place, may_fail=True)
+    return _end(run, begins, said if code else "", options)
+
+
+_making = threading.Lock()
+
+
+def _before(threat: Threat, seed: int, options: Any) -> Path:
+    """The run until the threat, of all arms with these overrides and this seed."""
+    name = f"before_{'retry' if threat.overrides else 'plain'}_{seed}"
+    run: Path = options.scratch / "runs" / name
+    wanted = [*_common(seed, options), *_ENVIRONMENT, *threat.overrides]
+    wanted += [f"iterations={options.begins}"]
+    with _making:
+        if not _finished(run, options.begins):
+            place = options.scratch / "before"
+            place.mkdir(exist_ok=True)
+            made = ("train", RECIPE, "--name", name, "--quiet", *settings(wanted))
+            _earl(*made, place=place)
+    return run
+
+
+def _plain(title: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in title)
 
 
 def _clean(kind: str, seed: int, options: Any) -> _End:
-    name = f"clean_{''.join(c if c.isalnum() else '_' for c in kind)}_{seed}"
+    name = f"clean_{_plain(kind)}_{seed}"
     run = options.scratch / "runs" / name
     if not _finished(run, options.iterations):
-        wanted = [*_common(name, seed, options), *CLEAN[kind], f"iterations={options.iterations}"]
+        wanted = [*_common(seed, options), *CLEAN[kind], f"iterations={options.iterations}"]
         _earl("train", RECIPE, "--name", name, "--quiet", *settings(wanted))
     return _end(run, options.iterations, "", options)
-
-
-def _bring_about(threat: Threat, switch: Path) -> None:
-    if threat.name:
-        switch.write_text(json.dumps({"name": threat.name, "share": threat.share}))
 
 
 def _finished(run: Path, iterations: int) -> bool:
@@ -223,11 +239,11 @@ def _finished(run: Path, iterations: int) -> bool:
     return len(read_lines(run / "metrics.jsonl")) >= iterations
 
 
-def _earl(*arguments: object, may_fail: bool = False) -> tuple[int, str]:
-    """Run a command of EARL; its exit code, and what it printed, or its error."""
+def _earl(*arguments: object, place: Path = REPOSITORY, may_fail: bool = False) -> tuple[int, str]:
+    """Run a command of EARL in a directory; its exit code, and what it printed, or its error."""
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", *map(str, arguments)],
-        cwd=REPOSITORY,
+        cwd=place,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from earl_core.guard.seen import HUGE, Bounds
+from earl_core.run.episodes import PROBE_NAME
 from earl_core.system.files import canonical_json, read_file, write_atomic
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class Probe(BaseModel):
 
 
 def _path(run: Path) -> Path:
-    return run / "probe.json"
+    return run / PROBE_NAME
 
 
 def _digest(dumped: Mapping[str, Any]) -> str:

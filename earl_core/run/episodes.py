@@ -32,6 +32,8 @@ from earl_core.trajectory.samples import utf8
 from earl_core.trajectory.schema import GROUP_SCHEMA, REWARD_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_BITS
 
 NAME = "episodes.parquet"
+PROBE_NAME = "probe.json"
+"""Episodes of a run that its sources of rewards are asked for again (`experience.probe`)."""
 
 _TEXTS = pa.field("texts", pa.large_list(pa.large_string()), nullable=False)
 _REWARDS = [

@@ -24,7 +24,7 @@ from earl_core.config.run import KEPT_ADAPTER, KEPT_ANCESTOR, KEPT_REFERENCES
 from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.run.branches import BRANCHES, Branches
 from earl_core.run.checkpoints import MARKER, read_state
-from earl_core.run.episodes import NAME
+from earl_core.run.episodes import NAME, PROBE_NAME
 from earl_core.run.inherited_stages import copy_seal, inherit
 from earl_core.run.policy_versions import PolicyVersions
 from earl_core.run.record import (
@@ -106,6 +106,9 @@ def _copy_past(parent: Path, building: Path, uid: str, last: int) -> None:
     for name in (KEPT_ANCESTOR, KEPT_ADAPTER, KEPT_REFERENCES, FOLDER):
         if (parent / name).is_dir():
             _copy_tree(parent / name, building / name)
+    # What was asked before is compared with what is answered from now on.
+    if (parent / PROBE_NAME).is_file():
+        link_or_copy(parent / PROBE_NAME, building / PROBE_NAME)
     checkpoint = Path("checkpoints") / f"{last:06d}"
     _copy_tree(parent / checkpoint, building / checkpoint)
     # Whoever holds the parent's checkpoint locks this file.

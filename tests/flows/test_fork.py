@@ -54,6 +54,8 @@ def test_a_fork_without_changes_plays_nothing_and_ends_with_its_parents_bits(sto
     assert [line["iteration"] for line in story.metrics("same")] == [0, 1, 2]
     assert lineage_names(read_record(story.run("again"))) == ["same@1", "run@0"]
     assert not (story.run("same") / "inherited").exists()
+    probes = [(story.run(name) / "probe.json").read_bytes() for name in ("same", "again")]
+    assert probes[0] == probes[1], "what was answered before is not forgotten"
 
 
 def test_other_updates_repeat_no_rollout_and_are_those_of_a_run_set_so_from_there(
