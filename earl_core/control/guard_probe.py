@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from earl_core.config import RunConfig
 from earl_core.config.stage_keys import stage_settings
+from earl_core.control.guard_faults import contained
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stages import rows_of
 from earl_core.dispatch import Manifest
@@ -50,12 +51,21 @@ def probed_functions(controller: RunController, iteration: int) -> dict[str, lis
     return _places(controller, iteration, own)
 
 
+def compared_since(controller: RunController, iteration: int) -> int:
+    """The first iteration whose sources of rewards had the settings that they have: what others
+    gave is nothing to compare with."""
+    with _drawing:
+        return _current(controller, iteration).since
+
+
 def _places(
     controller: RunController, iteration: int, sources: Iterable[str]
 ) -> dict[str, list[int]]:
     if controller.config.guard == "off":
         return {}
-    probe = _drawn(controller, iteration)
+    probe = contained(
+        controller, iteration, "its probe", lambda: _drawn(controller, iteration), None
+    )
     if probe is None:
         return {}
     episodes = controller.config.rollout.episodes_per_iteration
@@ -68,12 +78,7 @@ def _drawn(controller: RunController, iteration: int) -> Probe | None:
     kept has ended."""
     config, run = controller.config, controller.run
     with _drawing:
-        settings = _settings(config)
-        probe = Probe.read(run.path) or Probe(settings=settings)
-        if probe.settings != settings:
-            # What it was asked before others have answered.
-            probe = Probe(settings=settings, since=iteration)
-            probe.write(run.path)
+        probe = _current(controller, iteration)
         if probe.episodes:
             return probe
         ended = ended_before(controller, iteration)
@@ -91,6 +96,17 @@ def _drawn(controller: RunController, iteration: int) -> Probe | None:
         probe.write(run.path)
     text = f"a probe of {len(probe.episodes)} episodes is drawn of iteration {file.parent.name}"
     run.note(iteration, "guard", text)
+    return probe
+
+
+def _current(controller: RunController, iteration: int) -> Probe:
+    """The run's probe, drawn or not; a new one where there is none, or its sources have changed:
+    episodes from before are of others, or of what somebody has put right."""
+    settings, path = _settings(controller.config), controller.run.path
+    probe = Probe.read(path)
+    if probe is None or probe.settings != settings:
+        probe = Probe(settings=settings, since=iteration)
+        probe.write(path)
     return probe
 
 
@@ -113,15 +129,18 @@ def probe_findings(
     sealed = rows_of(manifests), manifests["reward"]
     asked = [Asked.model_validate(each.outputs.get(PROBE, {})) for each in sealed]
     probe = Probe.read(controller.run.path)
-    if probe is None or not any(each.asked for each in asked):
+    # A stage may be sealed since before another probe was drawn.
+    asked = [] if probe is None else [each for each in asked if each.of == probe.name]
+    if probe is None or not any(each.asked or each.silent for each in asked):
         return []
-    if probe.off is None:
-        _settle(controller, iteration, probe, asked)
+    first = probe.off is None
+    off = _leave_alone(controller, iteration, probe, asked)
+    if first:
         return []
     found = []
     for part in asked:
         for source, told in part.otherwise.items():
-            if source in probe.off:
+            if source in off:
                 continue
             kind = "probe_environment" if source.startswith("environment") else "probe_reward"
             number, how = told[0]
@@ -134,21 +153,30 @@ def probe_findings(
     return found
 
 
-def _settle(
-    controller: RunController, iteration: int, probe: Probe, asked: Iterable[Asked]
-) -> None:
-    """Remember which sources answer otherwise by themselves, and which take long."""
-    off, slow = [], []
-    for part in asked:
-        slow += part.slow
-        for source, told in part.otherwise.items():
-            off.append(source)
-            number, how = told[0]
-            text = (
-                f"{source} answers {len(told)} of {part.asked[source]} recorded episodes otherwise "
-                f"than a moment ago (episode {number}: {how}): changes in it cannot be noticed"
+def _leave_alone(
+    controller: RunController, iteration: int, probe: Probe, asked: Sequence[Asked]
+) -> list[str]:
+    """Remember which sources are asked no more: the first time those that answer otherwise by
+    themselves, and whenever it is those that take long for no answer. Returns all of them."""
+    told = {
+        source: "gives no answer to recorded episodes, and takes long"
+        for part in asked
+        for source in part.silent
+    }
+    for part in asked if probe.off is None else ():
+        for source, differences in part.otherwise.items():
+            number, how = differences[0]
+            told[source] = (
+                f"answers {len(differences)} of {part.asked[source]} recorded episodes otherwise "
+                f"than a moment ago (episode {number}: {how})"
             )
-            logger.warning("iteration %d: %s", iteration, text)
-            controller.run.note(iteration, "guard", text)
-    settled = {"off": sorted(off), "slow": sorted(slow)}
-    probe.model_copy(update=settled).write(controller.run.path)
+    for source in sorted(told.keys() - (probe.off or [])):
+        text = f"{source} {told[source]}: changes in it cannot be noticed"
+        logger.warning("iteration %d: %s", iteration, text)
+        controller.run.note(iteration, "guard", text)
+    off = sorted({*told, *(probe.off or [])})
+    if off != probe.off:
+        slow = sorted({*probe.slow, *(source for part in asked for source in part.slow)})
+        settled = {"off": off, "slow": slow}
+        probe.model_copy(update=settled).write(controller.run.path)
+    return off

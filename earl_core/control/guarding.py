@@ -9,17 +9,27 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from earl_core.control.guard_probe import ended_before, probe_findings
+from earl_core.control.guard_faults import contained, tell_fault
+from earl_core.control.guard_probe import compared_since, ended_before, probe_findings
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stages import rows_of
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.environments.real_numbers import invalid_rewards
-from earl_core.guard.decision import Decision, Finding, decision_of
-from earl_core.guard.detectors import Numbers, Settings, detect
-from earl_core.guard.ladder import CONFIRMED, OPEN, Past, decide, last_good
+from earl_core.guard.decision import Decision, Finding, decision_of, not_judged
+from earl_core.guard.detectors import Numbers, Settings, detect, without_sources
+from earl_core.guard.ladder import OPEN, Past, decide, last_good, recent
 from earl_core.guard.rewards import reward_findings, seen_bounds, since
-from earl_core.guard.seen import SEEN, Bounds, Seen, environment_source, function_source, numbers_of
+from earl_core.guard.seen import (
+    SEEN,
+    Bounds,
+    Seen,
+    can_leave,
+    environment_source,
+    function_source,
+    numbers_of,
+)
 from earl_core.run import RunDirectory
+from earl_core.run.replay import replayed_groups
 from earl_core.run.retention import good_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -31,9 +41,14 @@ _BRANCHES = "branches"
 def bounds_of(controller: RunController, iteration: int) -> dict[str, Bounds] | None:
     """Bounds of the rewards of an iteration by their sources: declared, or else as seen in the
     iterations that had ended; None where nobody looks."""
-    config = controller.config
-    if config.guard == "off":
+    if controller.config.guard == "off":
         return None
+    what = "what its sources have given so far"
+    return contained(controller, iteration, what, lambda: _bounds(controller, iteration), None)
+
+
+def _bounds(controller: RunController, iteration: int) -> dict[str, Bounds]:
+    config = controller.config
     sources = [environment_source(label) for label in config.played]
     sources += [function_source(each.title) for each in config.reward.functions]
     history = None
@@ -50,11 +65,22 @@ def diagnose(
 ) -> Decision:
     """Judge an iteration by its sealed rollout and rewards, and by those before that had ended.
 
-    Equal whenever it is asked for: a resumed run decides the same.
+    Equal whenever it is asked for: a resumed run decides the same. Never raises: an iteration that
+    cannot be judged has the finding that says so, which nothing follows from.
     """
-    config = controller.config
-    if config.guard == "off":
+    if controller.config.guard == "off":
         return Decision()
+    try:
+        return _judged(controller, iteration, manifests)
+    except Exception as error:
+        tell_fault(controller, iteration, "the iteration", error)
+        return Decision(findings=(not_judged(iteration, "the iteration", error),))
+
+
+def _judged(
+    controller: RunController, iteration: int, manifests: Mapping[str, Manifest]
+) -> Decision:
+    config = controller.config
     rollout, history = rows_of(manifests), _history(controller, iteration)
     past = _past(controller, iteration, history)
     seen = seen_in(manifests)
@@ -70,15 +96,25 @@ def diagnose(
     settings = Settings(config.update.max_grad_norm, config.update.least_sample_size)
     findings += probe_findings(controller, iteration, manifests)
     findings += detect(history, now, settings)
-    findings = [since(each, past.earlier) for each in findings]
+    findings = [since(each, recent(iteration, past)) for each in findings]
     if config.guard == "warn":
         decision = Decision(findings=tuple(findings))
     else:
-        outside = sorted({number for each in seen.values() for number in each.outside})
-        mostly = any(each.mostly_outside for each in seen.values())
-        decision = decide(iteration, findings, outside, mostly, past)
+        leave = can_leave(seen)
+        outside = {number for each in seen.values() for number in each.outside} if leave else set()
+        outside |= _quarantined_before(controller, rollout)
+        mostly = not leave or any(each.mostly_outside for each in seen.values())
+        decision = decide(iteration, findings, sorted(outside), mostly, past)
     _tell(controller, iteration, decision, past)
     return decision
+
+
+def _quarantined_before(controller: RunController, rollout: Manifest) -> set[int]:
+    """Episodes that had left the groups that are trained again: nobody looks at them twice."""
+    size, again = controller.config.rollout, set(replayed_groups(rollout))
+    homes = sorted({group // size.prompts_per_iteration for group in again})
+    told = _decisions(controller.run, homes).values()
+    return {e for each in told for e in each.quarantined if e // size.group_size in again}
 
 
 def seen_in(manifests: Mapping[str, Manifest]) -> dict[str, Seen]:
@@ -111,16 +147,24 @@ def kept_for_return(
     if controller.config.guard != "act":
         return set()
     kept = good_checkpoints(controller.run.stable_iterations())
-    if advantage is not None:
+    if advantage is None:
+        return kept
+
+    def found() -> int | None:
         past = _past(controller, iteration, _history(controller, iteration))
-        found = last_good(decision_of(advantage), past)
-        kept |= set() if found is None else {found}
-    return kept
+        return last_good(decision_of(advantage), past)
+
+    what = "the checkpoints that a return may need"
+    one = contained(controller, iteration, what, found, None)
+    return kept if one is None else kept | {one}
 
 
 def _history(controller: RunController, iteration: int) -> list[Numbers]:
-    ended = ended_before(controller, iteration)
-    return [line for line in controller.run.numbers.read() if line["iteration"] <= ended]
+    """The numbers of the iterations that had ended; of what sources gave, only since they have had
+    the settings that they have."""
+    ended, since = ended_before(controller, iteration), compared_since(controller, iteration)
+    lines = (line for line in controller.run.numbers.read() if line["iteration"] <= ended)
+    return [line if line["iteration"] >= since else without_sources(line) for line in lines]
 
 
 def found_in(run: RunDirectory, through: int) -> dict[int, Decision]:
@@ -155,12 +199,8 @@ def _past(controller: RunController, iteration: int, history: Sequence[Numbers])
 
 def _tell(controller: RunController, iteration: int, decision: Decision, past: Past) -> None:
     """Say what is new; the seal has all of it."""
-    known = {
-        each.kind
-        for number, before in past.earlier.items()
-        for each in before.findings
-        if number >= iteration - past.lag - CONFIRMED
-    }
+    lately = recent(iteration, past).values()
+    known = {each.kind for before in lately for each in before.findings}
     for each in decision.findings:
         if each.kind in known:
             continue

@@ -126,6 +126,7 @@ class RunController:
         self._finished_here = -1
         self.losses: Counter[int] = Counter()
         self.stepless: set[int] = set()
+        self.guard_faults: set[tuple[str, str]] = set()
         self.verdicts: dict[tuple[int, str], Verdict] = {}
         self.single_iteration = False
         self.observed = RunHistory(run)

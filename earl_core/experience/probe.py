@@ -12,9 +12,11 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -75,6 +77,11 @@ class Probe(BaseModel):
     off: list[str] | None = None
     slow: list[str] = []
 
+    @property
+    def name(self) -> str:
+        """What tells it from the run's earlier ones."""
+        return f"{self.settings[:16]}@{self.since}"
+
     def places(self, source: str, iteration: int, episodes: int) -> list[int]:
         """The episodes that an iteration asks a source for, all in turn. episodes: how many it
         plays."""
@@ -121,13 +128,26 @@ Places = Mapping[str, Sequence[int]]
 """By sources, the places of the probe's episodes that they are asked for."""
 
 
-def probed_episodes(run: Path, places: Places) -> dict[str, list[ProbedEpisode]]:
+class Probed(NamedTuple):
+    """of: the name of the probe. episodes: of it, by the sources that are asked for them."""
+
+    of: str = ""
+    episodes: Mapping[str, Sequence[ProbedEpisode]] = {}
+
+
+def probed_episodes(run: Path, places: Places) -> Probed:
     """These episodes of a run's probe; none where it cannot be read."""
     probe = Probe.read(run)
-    known = [] if probe is None else probe.episodes
-    return {
-        source: [known[at] for at in asked if at < len(known)] for source, asked in places.items()
-    }
+    if probe is None:
+        return Probed()
+    known = probe.episodes
+    return Probed(
+        probe.name,
+        {
+            source: [known[at] for at in asked if at < len(known)]
+            for source, asked in places.items()
+        },
+    )
 
 
 def of_probe(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -137,18 +157,27 @@ def of_probe(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Asked(BaseModel):
-    """What came of asking for a part of the probe. asked: how many answers each source gave.
-    otherwise: by source, what it said otherwise than before: (episode, one line). slow: sources
-    that took long."""
+    """What came of asking for a part of the probe. of: its name. asked: how many answers each
+    source gave. otherwise: by source, what it said otherwise than before: (episode, one line).
+    slow: sources that took long. silent: that took long and gave none."""
 
+    of: str = ""
     asked: dict[str, int] = {}
     otherwise: dict[str, list[tuple[int, str]]] = {}
     slow: list[str] = []
+    silent: list[str] = []
 
-    def took(self, source: str, seconds: float) -> None:
-        """Note what all of a source's answers took together."""
-        if self.asked.get(source) and seconds > _SLOW * self.asked[source]:
-            self.slow.append(source)
+    @contextmanager
+    def asking(self, source: str, number: int) -> Iterator[None]:
+        """Enclose asking a source for so many answers: what takes long is noted, and what fails
+        is told in the log, and says nothing."""
+        started = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            logger.warning("%s cannot be asked for recorded episodes", source, exc_info=error)
+        if time.perf_counter() - started > _SLOW * number:
+            (self.slow if self.asked.get(source) else self.silent).append(source)
 
     def add(self, source: str, episode: int, difference: str) -> None:
         """Count an answer. difference: empty: it is the same."""

@@ -24,7 +24,7 @@ from earl_core.experience.played_turns import PlayedTurns
 from earl_core.experience.probe import of_probe
 from earl_core.experience.roles import Parts, RoleMoments, own_rows, shared_of
 from earl_core.experience.row_results import merge_rows
-from earl_core.guard.seen import SEEN, Seen, merged_sources
+from earl_core.guard.seen import SEEN, Seen, merged_sources, shortened
 from earl_core.run.worker import READ_RULES
 from earl_core.system.errors import EarlError
 from earl_core.trajectory.samples import Rows
@@ -209,7 +209,8 @@ def merge_rewards(
 
 def _merged_seen(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     parts = ({s: Seen.model_validate(e) for s, e in r.get(SEEN, {}).items()} for r in results)
-    return {s: each.short().model_dump(mode="json") for s, each in merged_sources(parts).items()}
+    whole = shortened(merged_sources(parts))
+    return {source: each.model_dump(mode="json") for source, each in whole.items()}
 
 
 def _merged_returns(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

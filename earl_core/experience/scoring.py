@@ -21,7 +21,6 @@ import asyncio
 import itertools
 import json
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from earl_core.dispatch.reads.batch import Batch
 from earl_core.environments.base import EnvironmentFailed, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.real_numbers import is_no_number
-from earl_core.experience.probe import Asked, ProbedEpisode, score_difference
+from earl_core.experience.probe import Asked, Probed, score_difference
 from earl_core.experience.reward import ScoreTally
 from earl_core.experience.roles import own_rows, shared_of
 from earl_core.experience.waiting import NO_ANSWER, KeptScores, Waiting
@@ -301,28 +300,26 @@ class Scorer:
             given = scores.given[episode.episode_id]
             episode.own[-1].turn_rewards[-1] += settings.added(given)
 
-    async def ask_again(
-        self, probed: Mapping[str, Sequence[ProbedEpisode]], bounds: Mapping[str, Bounds]
-    ) -> Asked:
+    async def ask_again(self, probed: Probed, bounds: Mapping[str, Bounds]) -> Asked:
         """Have functions, one after the other, score recorded episodes that they have scored
-        before. What fails by something else than its number says nothing. probed, bounds: by
-        source."""
-        if self._pool is None:
-            await self._start()
-        found, slots = Asked(), asyncio.Semaphore(self._config.reward.concurrency)
+        before. What fails by something else than its number says nothing. bounds: by source."""
+        found, slots = Asked(of=probed.of), asyncio.Semaphore(self._config.reward.concurrency)
         for place, function in enumerate(self._config.reward.functions):
             title, source = function.title, function_source(function.title)
-            asked = [each for each in probed.get(source, ()) if title in each.scores]
-            started = time.perf_counter()
-            answers = await asyncio.gather(
-                *(self._one(place, json.dumps(each.episode), slots, 0) for each in asked)
-            )
-            for each, answer in zip(asked, answers, strict=True):
-                now = answer.reward if isinstance(answer, StepResult) else None
-                if isinstance(answer, StepResult) or is_no_number(answer.detail):
-                    told = score_difference(each.scores[title], now, bounds.get(source, HUGE))
-                    found.add(source, each.episode["episode_id"], told)
-            found.took(source, time.perf_counter() - started)
+            asked = [e for e in probed.episodes.get(source, ()) if title in e.scores]
+            if not asked:
+                continue
+            with found.asking(source, len(asked)):
+                if self._pool is None:
+                    await self._start()
+                answers = await asyncio.gather(
+                    *(self._one(place, json.dumps(each.episode), slots, 0) for each in asked)
+                )
+                for each, answer in zip(asked, answers, strict=True):
+                    now = answer.reward if isinstance(answer, StepResult) else None
+                    if isinstance(answer, StepResult) or is_no_number(answer.detail):
+                        told = score_difference(each.scores[title], now, bounds.get(source, HUGE))
+                        found.add(source, each.episode["episode_id"], told)
         return found
 
     async def close(self) -> None:

@@ -31,6 +31,16 @@ class Finding(BaseModel):
     prompts: tuple[tuple[str, int], ...] = ()
 
 
+NOT_JUDGED = "not_judged"
+"""The kind of a finding about the guard itself: by a fault of its own it cannot tell."""
+
+
+def not_judged(iteration: int, what: str, error: Exception) -> Finding:
+    """The finding that the guard could not look at something. what: it, as part of a sentence."""
+    text = f"the guard could not look at {what}: {type(error).__name__}: {error}"
+    return Finding(kind=NOT_JUDGED, onset=iteration, text=text)
+
+
 class Decision(BaseModel):
     """Findings of an iteration, and what follows from them; nothing but findings under `warn`.
 

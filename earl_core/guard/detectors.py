@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from earl_core.guard.decision import Finding
+from earl_core.guard.decision import Finding, not_judged
 
 Numbers = Mapping[str, float]
 
@@ -87,24 +87,33 @@ class Settings(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A number over iterations. at: their numbers. Iterations without it are left out."""
+    """A number over iterations. at: their numbers. Iterations without it, or where it is not
+    finite, are left out."""
 
     at: tuple[int, ...]
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, lines: Sequence[Numbers], name: str) -> Series:
-        there = [line for line in lines if name in line]
+        there = [line for line in lines if math.isfinite(line.get(name, math.nan))]
         return cls(
             tuple(int(line["iteration"]) for line in there),
             tuple(float(line[name]) for line in there),
         )
 
 
+_GIVEN, _MEAN = "guard/of/", "/mean"
+
+
 def sources_in(line: Numbers) -> list[str]:
     """Sources of rewards of which an iteration has numbers."""
-    head, tail = "guard/of/", "/mean"
-    return [n[len(head) : -len(tail)] for n in line if n.startswith(head) and n.endswith(tail)]
+    means = (name for name in line if name.startswith(_GIVEN) and name.endswith(_MEAN))
+    return [name[len(_GIVEN) : -len(_MEAN)] for name in means]
+
+
+def without_sources(line: Numbers) -> Numbers:
+    """An iteration's numbers without those of what sources of rewards gave."""
+    return {name: value for name, value in line.items() if not name.startswith(_GIVEN)}
 
 
 def level_shift(history: Sequence[Numbers], now: Numbers, settings: Settings) -> list[Finding]:
@@ -273,8 +282,8 @@ def entropy_collapse(history: Sequence[Numbers], now: Numbers, settings: Setting
     if fall is None or len(entropy.values) < BEST + RECENT:
         return []
     start, last = statistics.median(entropy.values[:BEST]), max(entropy.values[-RECENT:])
-    best = min(v for at, v in zip(*entropy, strict=True) if at <= fall.best_at)
-    if last > max(min(COLLAPSED * start, best / 2), GONE * start):
+    then = [v for at, v in zip(*entropy, strict=True) if at <= fall.best_at]
+    if last > max(min(COLLAPSED * start, min(then, default=0.0) / 2), GONE * start):
         return []
     text = (
         f"entropy fell from {start:.3g} to {last:.3g} nats, and the mean reward from "
@@ -349,5 +358,12 @@ def _iterations(number: int) -> str:
 
 
 def detect(history: Sequence[Numbers], now: Numbers, settings: Settings) -> list[Finding]:
-    """All findings in the numbers of a run. history, now: see above."""
-    return [found for each in DETECTORS.values() for found in each(history, now, settings)]
+    """All findings in the numbers of a run. history, now: see above. A detector that fails is a
+    finding of its own (`NOT_JUDGED`), and costs none of the others."""
+    found: list[Finding] = []
+    for name, detector in DETECTORS.items():
+        try:
+            found += detector(history, now, settings)
+        except Exception as error:
+            found.append(not_judged(int(now["iteration"]), name, error))
+    return found

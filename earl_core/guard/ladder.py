@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from earl_core.guard.decision import Decision, Finding
+from earl_core.guard.decision import NOT_JUDGED, Decision, Finding
 
 OF_EPISODES = ("reward_range", "reward_invalid")
 """Findings that name the episodes that show them."""
@@ -42,13 +42,14 @@ def decide(
 ) -> Decision:
     """Decide what is done about an iteration's findings.
 
-    outside: ids of episodes whose rewards are not to be believed. mostly: a source gave such to
-    half of its episodes or more, so that leaving them out leaves nothing to learn from.
+    outside: ids of episodes whose rewards are not to be believed, which leave their groups. mostly:
+    they are too many for that, or half of what a source gave and more: it is the source that is
+    wrong.
     """
     wrong = [each for each in findings if each.kind in OF_SOURCES]
     if mostly:
         wrong += [each for each in findings if each.kind in OF_EPISODES]
-    known = OF_SOURCES + OF_EPISODES
+    known = (*OF_SOURCES, *OF_EPISODES, NOT_JUDGED)
     learning = [each for each in findings if each.kind not in known]
     begun, last = _caution(past)
     cautious = begun is not None and iteration < begun + CAUTION
@@ -58,7 +59,7 @@ def decide(
             causes += learning
         else:
             cautious = True
-    quarantined = () if mostly else tuple(outside)
+    quarantined = tuple(outside)
     if not causes:
         told = tuple(findings)
         return Decision(findings=told, quarantined=quarantined, cautious=cautious)
@@ -67,8 +68,8 @@ def decide(
         why = f"the run went back {past.returns} times, and this is still there: "
         stop = why + "; ".join(each.text for each in causes)
         return Decision(findings=told, quarantined=quarantined, stop=stop)
-    onset = min(_onset(each, past) for each in causes)
-    back_to = max((each for each in past.checkpoints if each < onset), default=-1)
+    onset = min(_onset(each, iteration, past) for each in causes)
+    back_to = _before(onset, past.checkpoints)
     return Decision(findings=told, quarantined=quarantined, back_to=back_to)
 
 
@@ -93,12 +94,29 @@ def _same(finding: Finding, past: Past) -> Iterable[tuple[int, Finding]]:
                 yield number, each
 
 
-def _confirmed(finding: Finding, iteration: int, past: Past) -> bool:
+def _before(onset: int, checkpoints: Sequence[int]) -> int:
+    """The last checkpoint from before an onset; where there is none, the first one after it, or the
+    initial model, whichever is nearer to it."""
+    before = [each for each in checkpoints if each < onset]
+    first = min(checkpoints, default=2 * onset + 1)
+    return max(before) if before else first if first - onset < onset + 1 else -1
+
+
+def recent(iteration: int, past: Past) -> dict[int, Decision]:
+    """The decisions of the iterations whose findings are still there, if they are of the same kind:
+    a source's accidents that are further apart are no single one."""
     first = iteration - past.lag - CONFIRMED
-    return any(number >= first for number, _ in _same(finding, past))
+    return {number: each for number, each in past.earlier.items() if number >= first}
 
 
-def _onset(finding: Finding, past: Past) -> int:
+def _confirmed(finding: Finding, iteration: int, past: Past) -> bool:
+    lately = past._replace(earlier=recent(iteration, past))
+    return bool([*_same(finding, lately)])
+
+
+def _onset(finding: Finding, iteration: int, past: Past) -> int:
+    if finding.kind in OF_SOURCES + OF_EPISODES:
+        past = past._replace(earlier=recent(iteration, past))
     return min([finding.onset, *(each.onset for _, each in _same(finding, past))])
 
 

@@ -23,16 +23,19 @@ HUGE: Bounds = (-1e12, 1e12)
 is larger, and sums of squares stay exact enough."""
 
 _NAMED = 32
-"""Episodes and prompts that are named at most where more than half are outside: nobody quarantines
+"""Episodes and prompts that are named at most where half are outside or more: nobody quarantines
 them then."""
 
 _ROUNDING = 1e-5
 """Rewards are stored as float32, and a return is a sum of several."""
 
 
+_ENVIRONMENT = "environment"
+
+
 def environment_source(label: str) -> str:
     """The name of an environment's own rewards as a source."""
-    return f"environment {label}" if label else "environment"
+    return f"{_ENVIRONMENT} {label}" if label else _ENVIRONMENT
 
 
 def function_source(title: str) -> str:
@@ -56,7 +59,8 @@ class Given(NamedTuple):
 class Seen(BaseModel):
     """episodes, groups: moments of the rewards that lie within the bounds, and of the means of
     these over each group. low, high: their least and greatest; 0 without any. outside: the ids of
-    episodes that lie outside, all of them up to half, and else some. number_outside: how many.
+    episodes that lie outside: all of them, or some where too many do for being left out.
+    number_outside: how many.
     invalid: how many got NaN, infinity or a number that no column holds; some are named. worst: of
     those outside, the one farthest away. prompts: those all of whose episodes lie outside.
     """
@@ -123,9 +127,7 @@ class Seen(BaseModel):
         return wrong > 0 and wrong >= self.episodes.count
 
     def short(self) -> Seen:
-        """The same, with few named episodes and prompts where most are outside."""
-        if not self.mostly_outside:
-            return self
+        """The same, with few named episodes and prompts."""
         named = {"outside": self.outside[:_NAMED], "prompts": self.prompts[:_NAMED]}
         return self.model_copy(update=named)
 
@@ -152,6 +154,27 @@ def merged_sources(parts: Iterable[Mapping[str, Seen]]) -> dict[str, Seen]:
         for source, seen in part.items():
             whole[source] = whole[source].merge(seen) if source in whole else seen
     return dict(sorted(whole.items()))
+
+
+def shortened(seen: Mapping[str, Seen]) -> dict[str, Seen]:
+    """All sources of an iteration, with few named episodes where they cannot be left out."""
+    return (
+        dict(seen) if can_leave(seen) else {source: each.short() for source, each in seen.items()}
+    )
+
+
+def can_leave(seen: Mapping[str, Seen]) -> bool:
+    """Tell whether all that lies outside, of whichever source, is fewer than half of the
+    iteration's episodes, so that enough is left without it."""
+    everyone = sum(
+        each.episodes.count + each.number_outside
+        for source, each in seen.items()
+        if source.startswith(_ENVIRONMENT)
+    )
+    # Where names were left out already it is not.
+    outside = {number for each in seen.values() for number in each.outside}
+    short = any(len(each.outside) < each.number_outside for each in seen.values())
+    return not short and (not outside or 2 * len(outside) < everyone)
 
 
 def numbers_of(seen: Mapping[str, Seen]) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from earl_core.config.environment import EnvironmentConfig
 from earl_core.environments.base import StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.environments.trial import plays
-from earl_core.experience.probe import Asked, ProbedEpisode, reply_difference
+from earl_core.experience.probe import Asked, Probed, ProbedEpisode, reply_difference
 from earl_core.guard.seen import environment_source
 from earl_core.rollout.agent_loop import live_slots, play
 from earl_core.rollout.chat.chat import ChatTokenizer
@@ -114,32 +113,45 @@ class EnvironmentPools:
     async def replay(
         self,
         environments: Mapping[str, EnvironmentConfig],
-        probed: Mapping[str, Sequence[ProbedEpisode]],
+        probed: Probed,
+        at_once: int | None = None,
     ) -> Asked:
         """Give recorded answers to the environments that are played here and can be replayed, and
-        compare what they reply. What fails says nothing."""
-        found = Asked()
+        compare what they reply. What fails says nothing. at_once: episodes that an environment
+        stands at a time; None: as many as are asked for."""
+        found = Asked(of=probed.of)
         for label, environment in environments.items():
             source, pool = environment_source(label), self._pools.get(_key(environment))
             # Tools are asked by another way.
             if pool is None or not self.can_replay(environment) or pool.tools:
                 continue
-            own = [e for e in probed.get(source, ()) if e.episode["environment"] == label]
-            started = time.perf_counter()
-            await self._replay(pool, source, own, found)
-            found.took(source, time.perf_counter() - started)
+            asked = probed.episodes.get(source, ())
+            own = [e for e in asked if e.episode["environment"] == label]
+            if own:
+                slots = asyncio.Semaphore(at_once or len(own))
+                with found.asking(source, len(own)):
+                    await self._replay(pool, source, own, found, slots)
         return found
 
     async def _replay(
-        self, pool: EnvironmentPool, source: str, probed: Sequence[ProbedEpisode], found: Asked
+        self,
+        pool: EnvironmentPool,
+        source: str,
+        probed: Sequence[ProbedEpisode],
+        found: Asked,
+        slots: asyncio.Semaphore,
     ) -> None:
+        async def replayed_in_turn(number: int, before: plays.Played) -> plays.Played:
+            async with slots:
+                return await plays.replay(pool, number, before)
+
         recorded = (
             plays.Played(each.episode["prompt_id"], each.seed, texts=each.answers)
             for each in probed
         )
         # Numbers that no episode has.
         numbers = range(-1, -1 - len(probed), -1)
-        replayed = await asyncio.gather(*map(partial(plays.replay, pool), numbers, recorded))
+        replayed = await asyncio.gather(*map(replayed_in_turn, numbers, recorded))
         for each, after in zip(probed, replayed, strict=True):
             replies = [r.messages if isinstance(r, StepResult) else r for r in after.replies]
             said = [redact(utf8("\n".join(m["content"] for m in shown))) for shown in replies]

@@ -103,7 +103,9 @@ class RolloutWorker(GroupWorker):
         told = {"shards": [entry.model_dump(mode="json")], "tally": tally.model_dump(mode="json")}
         if probe:
             probed = probed_episodes(self._run_directory, probe)
-            replayed = await self._unless_cancelled(self._pools.replay(config.played, probed))
+            replayed = await self._unless_cancelled(
+                self._pools.replay(config.played, probed, settings.max_live_episodes)
+            )
             told[PROBE] = replayed.model_dump(mode="json")
         return told
 

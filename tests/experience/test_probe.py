@@ -15,6 +15,7 @@ from earl_core.experience.probe import (
     SIZE,
     Asked,
     Probe,
+    Probed,
     ProbedEpisode,
     probed_episodes,
     score_difference,
@@ -77,7 +78,7 @@ def test_a_probe_is_asked_for_whole_and_then_in_turn(tmp_path: Path) -> None:
     settled.write(tmp_path)
     assert Probe.read(tmp_path) == settled
     found = probed_episodes(tmp_path, {"function f": [3, 1, 99]})
-    assert [each.episode["episode_id"] for each in found["function f"]] == [3, 1]
+    assert [each.episode["episode_id"] for each in found.episodes["function f"]] == [3, 1]
     path = tmp_path / "probe.json"
     path.write_bytes(path.read_bytes().replace(b'"seed":7', b'"seed":8', 1))
     assert Probe.read(tmp_path) is None
@@ -102,7 +103,7 @@ def pools(tmp_path: Path) -> EnvironmentPools:
 async def asked(pools: EnvironmentPools, environment: EnvironmentConfig) -> Asked:
     await pools.start(environment, 4)
     episodes = [probed(number) for number in range(10)]
-    return await pools.replay({"": environment}, {"environment": episodes})
+    return await pools.replay({"": environment}, Probed("a", {"environment": episodes}))
 
 
 async def test_environments_replay_what_was_recorded(
@@ -121,7 +122,7 @@ async def test_environments_replay_what_was_recorded(
         assert told.keys() == {0, 5}
         assert told[0] == "turn 1 is paid 2, and was 1"
         other = await pools.replay(
-            {"": environment}, {"environment": [probed(3, ("a", "b")), probed(1)]}
+            {"": environment}, Probed("a", {"environment": [probed(3, ("a", "b")), probed(1)]})
         )
         assert other.otherwise == {}
         # What says that it cannot be replayed is not asked.

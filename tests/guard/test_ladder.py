@@ -46,7 +46,7 @@ def test_where_most_lie_outside_the_source_is_wrong_and_the_run_goes_back() -> N
     wrong = {k: [found("reward_range", 8, ("a", k))] for k in (8, 9)}
     decisions = ran(wrong, 19, outside=(4, 7), mostly=True)
     assert decisions[8].back_to is None
-    assert decisions[8].quarantined == ()
+    assert decisions[8].quarantined == (4, 7)
     # The last checkpoint from before the onset; every prompt that was named is left out.
     assert max(decisions) == 9
     assert decisions[9].back_to == 7
