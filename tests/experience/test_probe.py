@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -130,6 +132,59 @@ async def test_environments_replay_what_was_recorded(
         assert (await asked(pools, changing)).asked == {}
     finally:
         await pools.close()
+
+
+class Rare:
+    """Counts how many there are at a time; without a file each answer raises, and late."""
+
+    standing, most = 0, 0
+
+    def __init__(self, works: str) -> None:
+        self._works = Path(works)
+        Rare.standing += 1
+        Rare.most = max(Rare.most, Rare.standing)
+
+    async def reset(self, prompt: int, seed: int) -> list[Message]:
+        return [{"role": "user", "content": f"{prompt} {seed}"}]
+
+    async def step(self, text: str) -> StepResult:
+        await asyncio.sleep(0.05)
+        if not self._works.exists():
+            raise RuntimeError("no sandbox is left")
+        return StepResult([], 1.0, True)
+
+    async def close(self) -> None:
+        Rare.standing -= 1
+
+
+async def test_replays_are_no_more_at_a_time_than_episodes_and_failing_ones_are_told(
+    pools: EnvironmentPools, tmp_path: Path
+) -> None:
+    works = tmp_path / "works"
+    options = {"works": str(works)}
+    environment = EnvironmentConfig(name="tests.experience.test_probe:Rare", options=options)
+    await pools.start(environment, 4)
+    given = {"": environment}, Probed("a", {"environment": [probed(n) for n in range(6)]}), 2
+    try:
+        broken = await pools.replay(*given)
+        assert (broken.asked, broken.otherwise, broken.silent) == ({}, {}, ["environment"])
+        works.touch()
+        found = await pools.replay(*given)
+    finally:
+        await pools.close()
+    assert (found.of, found.asked, found.silent) == ("a", {"environment": 6}, [])
+    assert sys.modules["tests.experience.test_probe"].Rare.most == 2
+
+
+async def test_what_cannot_be_asked_costs_no_iteration(pools: EnvironmentPools) -> None:
+    environment = EnvironmentConfig(name=NAME, options={"poisoned": "x"})
+    await pools.start(environment, 4)
+    odd = ProbedEpisode(episode={"environment": "", "messages": [{}]}, scores={}, seed=7)
+    try:
+        found = await pools.replay({"": environment}, Probed("a", {"environment": [odd]}))
+    finally:
+        await pools.close()
+    assert found.asked == {}
 
 
 async def test_ranges_are_what_sources_declare(tmp_path: Path) -> None:

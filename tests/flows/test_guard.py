@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
-from earl_core.guard.decision import GUARD, Decision
+from earl_core.experience.probe import Probe
+from earl_core.guard.decision import GUARD, NOT_JUDGED, Decision
 from tests.experience.scoring_functions import goes_wrong
 from tests.flows.runs import Runs
 
@@ -108,3 +110,30 @@ def test_episodes_with_impossible_rewards_leave_their_groups(runs: Runs) -> None
         assert kept == EPISODES - len(nan) - len(huge)
         assert abs(line["advantage/std"]) < 1e3
     runs.assert_learnt("acts")
+
+
+def test_a_guard_that_cannot_look_ends_no_run_and_its_probe_begins_anew(
+    runs: Runs, undisturbed: Callable[..., Runs]
+) -> None:
+    """Its probe can be neither read nor written, on which all that is compared depends."""
+    assert runs.train_here({"overrides": ["iterations=1"]}) == [None]
+    place = runs.run() / "probe.json"
+    place.unlink()
+    (place / "in the way").mkdir(parents=True)
+    acts = ["iterations=3", "guard=act", "checkpoint.keep_last=3"]
+    assert runs.train_here({"overrides": ["iterations=2", *acts[1:]]}) == [None]
+    assert runs.weights(1) == undisturbed().weights(1)
+    (found,) = decisions(runs, "run", 2)[1].findings
+    assert (found.kind, found.onset) == (NOT_JUDGED, 1)
+    assert "the guard could not look at the iteration: IsADirectoryError" in found.text
+    told = [line["event"] for line in runs.ledger() if "could not look" in line["event"]]
+    assert len(told) == len(set(told)) > 1
+    (place / "in the way").rmdir()
+    place.rmdir()
+    assert runs.train_here({"overrides": acts}) == [None]
+    assert decisions(runs, "run", 3)[2] == Decision()
+    # Earlier episodes may be of sources that somebody has put right since.
+    probe = Probe.read(runs.run())
+    assert probe is not None
+    assert (probe.since, probe.episodes) == (2, [])
+    runs.assert_learnt()

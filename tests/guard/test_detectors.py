@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from earl_core.guard.detectors import DETECTORS, Settings, detect
+from earl_core.guard import detectors
+from earl_core.guard.decision import NOT_JUDGED
+from earl_core.guard.detectors import DETECTORS, Settings, detect, without_sources
 from earl_core.guard.rewards import seen_bounds
-from earl_core.guard.seen import HUGE, Given, Seen
+from earl_core.guard.seen import HUGE, Given, Seen, can_leave, shortened
 
 Line = dict[str, float]
 Change = Callable[[int, np.ndarray, Line], np.ndarray]
@@ -149,6 +151,37 @@ def test_a_finding_stays_until_what_it_speaks_of_is_over() -> None:
     assert at == list(range(BEGINS, BEGINS + 10))
 
 
+def test_what_is_missing_or_no_number_is_no_finding() -> None:
+    """Iterations without an update have no entropy, and not all that is told is finite."""
+
+    def change(k: int, rewards: np.ndarray, line: Line) -> np.ndarray:
+        for name in ("update/entropy", "update/grad_norm"):
+            if k < 55:
+                del line[name]
+            elif k % 7 == 0:
+                line[name] = math.nan
+        return rewards - 3.0 if k >= BEGINS else rewards
+
+    kinds = {kind for _, kind, _ in found_in(learning(3, BEGINS + 12, change, 0.9))}
+    # Contexts do grow here.
+    assert kinds == {"level_shift", "context_growth"}
+
+
+def test_a_detector_that_fails_says_so_and_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = learning(1, BEGINS + 1, planted("flipped"), 0.9)
+    monkeypatch.setitem(vars(detectors)["DETECTORS"], "sample_size", lambda *given: [][1])
+    found = {each.kind: each for each in detect(lines[:-1], lines[-1], Settings())}
+    assert found.keys() == {"level_shift", NOT_JUDGED}
+    assert found[NOT_JUDGED].onset == BEGINS
+    assert found[NOT_JUDGED].text.startswith("the guard could not look at sample_size: IndexError")
+
+
+def test_what_other_settings_gave_is_not_compared_with() -> None:
+    *history, now = learning(1, BEGINS + 1, planted("flipped"), 0.9)
+    assert detect(history, now, Settings())
+    assert detect(list(map(without_sources, history)), now, Settings()) == []
+
+
 def test_every_detector_says_what_it_is_for() -> None:
     assert all(each.__doc__ for each in DETECTORS.values())
 
@@ -180,7 +213,41 @@ def test_rewards_outside_are_named_up_to_half() -> None:
         assert whole[name] == pytest.approx(value)
     most = Seen.of(given, (0.9, 1.0))
     assert most.mostly_outside
-    assert len(most.short().outside) == 32
+    assert not can_leave({"environment": most})
+    assert len(shortened({"environment": most})["environment"].outside) == 32
+
+
+def test_sources_together_leave_out_fewer_than_half_or_nothing() -> None:
+    """None of two functions is wrong for half of the episodes, and both together are. An
+    environment that is wrong wholly is left out where it is a small part."""
+
+    def source(wrong: range, among: range, label: str = "") -> Seen:
+        at = np.arange(among.start, among.stop)
+        rewards = np.where(np.isin(at, list(wrong)), 9.0, 0.5)
+        return Seen.of(Given(rewards, at, at // 4, [(label, n // 4) for n in at]), (0.0, 1.0))
+
+    every = range(200)
+    seen = {
+        "environment": source(range(0), every),
+        "function f": source(range(80), every),
+        "function g": source(range(60, 140), every),
+    }
+    assert not any(each.mostly_outside for each in seen.values())
+    assert not can_leave(seen)
+    assert {s: len(each.outside) for s, each in shortened(seen).items()} == {
+        "environment": 0,
+        "function f": 32,
+        "function g": 32,
+    }
+    # What was left out of a seal says so, too.
+    assert not can_leave(shortened(seen))
+    parts = {
+        "environment big": source(range(0), every, "big"),
+        "environment small": source(range(200, 260), range(200, 260), "small"),
+    }
+    assert parts["environment small"].mostly_outside
+    assert can_leave(parts)
+    assert len(shortened(parts)["environment small"].outside) == 60
 
 
 def test_bounds_of_what_was_seen_are_wide_and_no_single_iteration_moves_them() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from earl_core.guard.decision import Decision, Finding
+from earl_core.guard.decision import NOT_JUDGED, Decision, Finding, not_judged
 from earl_core.guard.ladder import AGAIN, CAUTION, MOST_RETURNS, OPEN, Past, decide, last_good
 
 
@@ -59,6 +59,28 @@ def test_a_source_has_to_be_found_twice() -> None:
     assert decisions[10].back_to == 7
     apart = ran({8: [found("probe_reward", 8)], 13: [found("probe_reward", 8)]}, 30)
     assert apart[13].back_to is None
+
+
+def test_accidents_that_are_apart_are_no_single_one() -> None:
+    """A source that was wrong now and then has the run go back to where it is wrong for good."""
+    wrong = {k: [found("reward_range", k)] for k in (8, 20, 32, 33)}
+    assert all(each.back_to is None for each in ran(wrong, 40, outside=(4,)).values())
+    decisions = ran(wrong, 40, mostly=True)
+    assert (max(decisions), decisions[33].back_to) == (33, 31)
+
+
+def test_without_a_checkpoint_from_before_it_goes_to_what_is_nearer() -> None:
+    past = Past({49: Decision(findings=(found("probe_reward", 40),))}, 0, [44, 48], 0)
+    assert decide(50, [found("probe_reward", 40)], (), False, past).back_to == 44
+    early = Past({3: Decision(findings=(found("probe_reward", 1),))}, 0, [3], 0)
+    assert decide(4, [found("probe_reward", 1)], (), False, early).back_to == -1
+
+
+def test_what_the_guard_cannot_look_at_has_no_consequence() -> None:
+    faults = {k: [not_judged(k, "context_growth", KeyError("x"))] for k in range(8, 30)}
+    decisions = ran(faults, 29)
+    assert [each.findings[0].kind for each in list(decisions.values())[8:]] == [NOT_JUDGED] * 22
+    assert not any(each.cautious or each.back_to is not None for each in decisions.values())
 
 
 def test_learning_becomes_cautious_before_it_goes_back() -> None:
