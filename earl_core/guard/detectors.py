@@ -143,14 +143,16 @@ def _shift(source: str, lines: Sequence[Numbers]) -> Finding | None:
             return None
         level = statistics.median(before[-FEWEST:])
         here = statistics.fmean(means.values[-length:])
-        error = _noise(lines, name, before) * math.sqrt(1 / length + 1 / FEWEST)
+        here_error = _thinner(lines, name, length) / length
+        error = _noise(lines, name, before) * math.sqrt(here_error + 1 / FEWEST)
         off, spread = here - level, _usual_number(earlier, name, "std")
         steps = [abs(b - a) for a, b in itertools.pairwise(before)]
         rise = max(JUMP_SIGMAS * error, JUMP * spread, JUMP_STEPS * max(steps))
         least = max(SIGMAS * error, _least_fall(earlier, name))
         # What is over lies in the means of several for a while.
         fell = off < -least and means.values[-1] < level - least / 2
-        if fell or (length == 1 and off > rise):
+        # The level lags behind rewards that rise by themselves.
+        if fell or (length == 1 and here - max(level, before[-1]) > rise):
             text = (
                 f"the mean of {source} went from {level:.4g} to {here:.4g} within "
                 f"{_iterations(length)}, {abs(off) / max(error, 1e-12):.1f} standard errors"
@@ -187,6 +189,13 @@ def _noise(lines: Sequence[Numbers], name: str, before: Sequence[float]) -> floa
     return max(statistics.median(told), spread, _half_a_group(lines, name), 1e-9)
 
 
+def _thinner(lines: Sequence[Numbers], name: str, length: int) -> float:
+    """By how much the square of a mean's error is larger in the last iterations, where a source had
+    fewer groups than it usually has, as a curriculum or a smaller iteration gives it."""
+    groups = Series.of(lines, f"{name}/groups").values
+    return max(1.0, statistics.median(groups) / max(1.0, min(groups[-length:])))
+
+
 def _half_a_group(lines: Sequence[Numbers], name: str) -> float:
     return _range(lines, name) / (2 * max(1.0, _usual_number(lines, name, "groups")))
 
@@ -212,6 +221,7 @@ def reward_constant(history: Sequence[Numbers], now: Numbers, settings: Settings
         )
         # Episodes of a group share a prompt.
         worth = min(worth, 2 * _usual_number(recent, name, "groups"))
+        worth /= _thinner([*recent, now], name, 1)
         if rare and -worth * math.log1p(-rare) > LESS_LIKELY:
             text = (
                 f"all rewards of {source} are {now[f'{name}/mean']:.4g}, after a standard "
@@ -248,7 +258,7 @@ def _fall(lines: Sequence[Numbers], source: str) -> _Fall | None:
     best, end = max((statistics.fmean(means.values[end - BEST : end]), end) for end in ends)
     steps = [b - a for a, b in itertools.pairwise(means.values)]
     noise = max(statistics.median(map(abs, steps)) / 0.954, _half_a_group(lines, name))
-    error = noise * math.sqrt(1 / RECENT + 1 / BEST)
+    error = noise * math.sqrt(_thinner(lines, name, RECENT) / RECENT + 1 / BEST)
     if best - last > max(RETURN_SIGMAS * error, DEEP * _least_fall(lines, name)):
         near = best - (best - last) / 4
         worse = list(itertools.takewhile(lambda value: value < near, reversed(means.values)))

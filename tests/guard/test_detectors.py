@@ -176,6 +176,17 @@ def test_a_detector_that_fails_says_so_and_costs_no_other(monkeypatch: pytest.Mo
     assert found[NOT_JUDGED].text.startswith("the guard could not look at sample_size: IndexError")
 
 
+def test_an_iteration_with_few_of_its_groups_is_no_finding() -> None:
+    """A curriculum gives another environment most of them."""
+    for seed in range(40):
+        lines = learning(seed, BEGINS + 12, fewer_groups, 0.7)
+        assert found_in(lines, BEGINS - 20) == []
+
+
+def fewer_groups(k: int, rewards: np.ndarray, line: Line) -> np.ndarray:
+    return rewards[:1] if k >= BEGINS else rewards
+
+
 def test_what_other_settings_gave_is_not_compared_with() -> None:
     *history, now = learning(1, BEGINS + 1, planted("flipped"), 0.9)
     assert detect(history, now, Settings())
