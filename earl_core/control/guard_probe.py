@@ -87,7 +87,7 @@ def _drawn(controller: RunController, iteration: int) -> Probe | None:
         if file is None:
             return None
         try:
-            probe.episodes = draw_probe(file, config.seed)
+            probe.episodes = draw_probe(file, config.seed, run.branches)
         except (EpisodesDamaged, OSError) as error:
             logger.warning("iteration %d: the guard has no probe: %s", iteration, error)
             return None

@@ -102,18 +102,19 @@ def _judged(
     else:
         leave = can_leave(seen)
         outside = {number for each in seen.values() for number in each.outside} if leave else set()
-        outside |= _quarantined_before(controller, rollout)
+        outside |= quarantined_before(controller.run, rollout)
         mostly = not leave or any(each.mostly_outside for each in seen.values())
         decision = decide(iteration, findings, sorted(outside), mostly, past)
     _tell(controller, iteration, decision, past)
     return decision
 
 
-def _quarantined_before(controller: RunController, rollout: Manifest) -> set[int]:
-    """Episodes that had left the groups that are trained again: nobody looks at them twice."""
-    size, again = controller.config.rollout, set(replayed_groups(rollout))
+def quarantined_before(run: RunDirectory, rows: Manifest) -> set[int]:
+    """Episodes that have left the groups which an iteration trains again, by the decisions of their
+    own iterations: nobody looks at them twice. rows: the seal of the stage that wrote its rows."""
+    size, again = run.config.rollout, set(replayed_groups(rows))
     homes = sorted({group // size.prompts_per_iteration for group in again})
-    told = _decisions(controller.run, homes).values()
+    told = _decisions(run, homes).values()
     return {e for each in told for e in each.quarantined if e // size.group_size in again}
 
 

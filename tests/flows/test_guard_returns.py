@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from earl_core.config import load_config
+from earl_core.experience.probe import Probed
+from earl_core.experience.probe_drawing import draw_probe
+from earl_core.rollout.environment_pools import EnvironmentPools
+from earl_core.run.branches import Branches
 from earl_core.run.kept_episodes import read_episodes
 from earl_core.run.record import read_record
 from flows.cli.runs import summarize
@@ -89,6 +95,27 @@ def test_a_return_plays_otherwise_in_a_branch_and_leaves_prompts_out(
     story.assert_learnt()
     assert [line["iteration"] for line in story.metrics()] == [0, 1, 2]
     assert story.shared_memory() == []
+
+
+async def test_a_probe_of_a_branch_is_replayed_with_the_seeds_of_the_branch(
+    story: Runs, tmp_path: Path
+) -> None:
+    record, found = read_record(story.run()), []
+    pools = EnvironmentPools(tmp_path / "log", tmp_path / "record.json", here=True)
+    config = load_config(story.run() / "config.yaml", [])
+    await pools.start(config.played[""], 4)
+    try:
+        for branches in (Branches.of(record), Branches()):
+            file = story.run() / "iterations" / "000002" / "episodes.parquet"
+            probe = draw_probe(file, config.seed, branches)
+            asked = Probed("", {"environment": probe})
+            found.append(await pools.replay(config.played, asked))
+    finally:
+        await pools.close()
+    assert found[0].asked["environment"] > 8
+    assert found[0].otherwise == {}
+    # Others are of other games.
+    assert found[1].otherwise
 
 
 def test_people_see_the_branch(story: Runs) -> None:
