@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from earl_core.config import RunConfig
 from earl_core.config.stage_keys import stage_settings
@@ -124,8 +124,8 @@ def _settings(config: RunConfig) -> str:
 def probe_findings(
     controller: RunController, iteration: int, manifests: Mapping[str, Manifest]
 ) -> list[Finding]:
-    """Findings about sources that answer the probe otherwise than before. The first time they are
-    left alone from then on instead."""
+    """Findings about sources that answer the probe otherwise than before. One that does so the
+    first time it is asked is left alone from then on instead."""
     sealed = rows_of(manifests), manifests["reward"]
     asked = [Asked.model_validate(each.outputs.get(PROBE, {})) for each in sealed]
     probe = Probe.read(controller.run.path)
@@ -133,50 +133,18 @@ def probe_findings(
     asked = [] if probe is None else [each for each in asked if each.of == probe.name]
     if probe is None or not any(each.asked or each.silent for each in asked):
         return []
-    first = probe.off is None
-    off = _leave_alone(controller, iteration, probe, asked)
-    if first:
-        return []
-    found = []
-    for part in asked:
-        for source, told in part.otherwise.items():
-            if source in off:
-                continue
-            kind = "probe_environment" if source.startswith("environment") else "probe_reward"
-            number, how = told[0]
-            text = (
-                f"{source} answers {len(told)} of {part.asked[source]} recorded episodes otherwise "
-                f"than before: episode {number} gives {how}"
-            )
-            named = tuple(each for each, _ in told)
-            found.append(Finding(kind=kind, onset=iteration, text=text, episodes=named))
-    return found
-
-
-def _leave_alone(
-    controller: RunController, iteration: int, probe: Probe, asked: Sequence[Asked]
-) -> list[str]:
-    """Remember which sources are asked no more: the first time those that answer otherwise by
-    themselves, and whenever it is those that take long for no answer. Returns all of them."""
-    told = {
-        source: "gives no answer to recorded episodes, and takes long"
-        for part in asked
-        for source in part.silent
-    }
-    for part in asked if probe.off is None else ():
-        for source, differences in part.otherwise.items():
-            number, how = differences[0]
-            told[source] = (
-                f"answers {len(differences)} of {part.asked[source]} recorded episodes otherwise "
-                f"than a moment ago (episode {number}: {how})"
-            )
-    for source in sorted(told.keys() - (probe.off or [])):
-        text = f"{source} {told[source]}: changes in it cannot be noticed"
+    now, left = probe.after(asked)
+    for source, why in left.items():
+        text = f"{source} {why}: changes in it cannot be noticed"
         logger.warning("iteration %d: %s", iteration, text)
         controller.run.note(iteration, "guard", text)
-    off = sorted({*told, *(probe.off or [])})
-    if off != probe.off:
-        slow = sorted({*probe.slow, *(source for part in asked for source in part.slow)})
-        settled = {"off": off, "slow": slow}
-        probe.model_copy(update=settled).write(controller.run.path)
-    return off
+    if now != probe:
+        now.write(controller.run.path)
+    found = []
+    for part in asked:
+        for source in sorted(part.otherwise.keys() - now.off):
+            kind = "probe_environment" if source.startswith("environment") else "probe_reward"
+            text = f"{source} {part.text(source, 'before')}"
+            named = tuple(each for each, _ in part.otherwise[source])
+            found.append(Finding(kind=kind, onset=iteration, text=text, episodes=named))
+    return found

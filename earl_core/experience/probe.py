@@ -66,15 +66,16 @@ class ProbedEpisode(BaseModel):
 
 class Probe(BaseModel):
     """settings: a digest of those of the sources. since: the first iteration that had them.
-    episodes: none before one of these has ended. off: sources that are asked no more; None: they
-    have yet to be asked. slow: sources that are asked less."""
+    episodes: none before one of these has ended. settled: sources that have answered the whole of
+    it once, each when it could. off: sources that are asked no more. slow: that are asked less."""
 
     model_config = ConfigDict(extra="forbid")
 
     settings: str
     since: int = 0
     episodes: list[ProbedEpisode] = []
-    off: list[str] | None = None
+    settled: list[str] = []
+    off: list[str] = []
     slow: list[str] = []
 
     @property
@@ -86,14 +87,33 @@ class Probe(BaseModel):
         """The episodes that an iteration asks a source for, all in turn. episodes: how many it
         plays."""
         size = len(self.episodes)
-        if self.off is None:
-            return list(range(size))
         if source in self.off:
             return []
+        if source not in self.settled:
+            return list(range(size))
         count = min(ASKED, size)
         if source in self.slow:
             count = min(count, max(1, episodes // _SHARE))
         return [(iteration * count + at) % size for at in range(count)]
+
+    def after(self, asked: Sequence[Asked]) -> tuple[Probe, dict[str, str]]:
+        """The probe when these answers are known; and why some sources are asked no more from now
+        on: they take long for no answer, or the first time they answered otherwise by
+        themselves."""
+        off = {
+            source: "gives no answer, and takes long" for each in asked for source in each.silent
+        }
+        for part in asked:
+            for source in part.otherwise:
+                if source not in self.settled:
+                    off[source] = part.text(source, "a moment ago")
+        sets = {
+            "settled": {source for part in asked for source in part.asked},
+            "off": off,
+            "slow": {source for part in asked for source in part.slow},
+        }
+        update = {name: sorted({*getattr(self, name), *more}) for name, more in sets.items()}
+        return self.model_copy(update=update), {s: off[s] for s in sorted(off.keys() - self.off)}
 
     def write(self, run: Path) -> None:
         """Put it into the run directory, with a checksum."""
@@ -178,6 +198,15 @@ class Asked(BaseModel):
             logger.warning("%s cannot be asked for recorded episodes", source, exc_info=error)
         if time.perf_counter() - started > _SLOW * number:
             (self.slow if self.asked.get(source) else self.silent).append(source)
+
+    def text(self, source: str, when: str) -> str:
+        """How a source answers otherwise, as part of a sentence. when: than what."""
+        told = self.otherwise[source]
+        number, how = told[0]
+        return (
+            f"answers {len(told)} of {self.asked[source]} recorded episodes otherwise than {when}: "
+            f"episode {number} gives {how}"
+        )
 
     def add(self, source: str, episode: int, difference: str) -> None:
         """Count an answer. difference: empty: it is the same."""

@@ -70,7 +70,8 @@ def probed(number: int, answers: Sequence[str] = ("a", "bc")) -> ProbedEpisode:
 def test_a_probe_is_asked_for_whole_and_then_in_turn(tmp_path: Path) -> None:
     probe = Probe(settings="", episodes=[probed(number) for number in range(SIZE)])
     assert probe.places("environment", 3, 256) == list(range(SIZE))
-    settled = probe.model_copy(update={"off": ["function g"], "slow": ["environment"]})
+    known = {"settled": ["environment", "function f"], "off": ["function g"]}
+    settled = probe.model_copy(update={**known, "slow": ["environment"]})
     assert settled.places("function g", 3, 256) == []
     turns = [settled.places("function f", iteration, 16) for iteration in range(4)]
     assert {len(each) for each in turns} == {ASKED}
@@ -86,6 +87,27 @@ def test_a_probe_is_asked_for_whole_and_then_in_turn(tmp_path: Path) -> None:
     assert Probe.read(tmp_path) is None
     path.write_text("[]")
     assert Probe.read(tmp_path) is None
+
+
+def test_what_answers_otherwise_the_first_time_is_left_alone_whenever_that_is() -> None:
+    """An environment may be played for the first time long after a function was asked."""
+    probe = Probe(settings="", episodes=[probed(0)])
+    first = Asked(asked={"function f": 1, "function g": 1}, otherwise={"function g": [(0, "2")]})
+    probe, left = probe.after([first])
+    assert (probe.settled, probe.off) == (["function f", "function g"], ["function g"])
+    assert left["function g"].startswith("answers 1 of 1 recorded episodes otherwise than a moment")
+    later = Asked(asked={"environment": 1, "function f": 1})
+    later.add("environment", 4, "another observation")
+    later.add("function f", 4, "1, and was 0")
+    probe, left = probe.after([later])
+    assert list(left) == ["environment"]
+    assert probe.off == ["environment", "function g"]
+    # It was known to answer the same: it has changed.
+    assert "function f" not in probe.off
+    assert probe.after([later]) == (probe, {})
+    silent, left = probe.after([Asked(silent=["function f"])])
+    assert silent.places("function f", 9, 64) == []
+    assert left == {"function f": "gives no answer, and takes long"}
 
 
 def test_scores_are_equal_to_a_millionth() -> None:
