@@ -56,7 +56,8 @@ def reward_findings(
                     onset=iteration,
                     text=text,
                     episodes=tuple(each.outside[:_NAMED]),
-                    prompts=tuple(each.prompts),
+                    # Where most lie outside it is the source, whatever it was asked for.
+                    prompts=() if each.mostly_outside else tuple(each.prompts),
                 )
             )
     without = {source: each.invalid for source, each in seen.items() if each.invalid}

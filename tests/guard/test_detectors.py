@@ -13,7 +13,7 @@ import pytest
 from earl_core.guard import detectors
 from earl_core.guard.decision import NOT_JUDGED
 from earl_core.guard.detectors import DETECTORS, Settings, detect, without_sources
-from earl_core.guard.rewards import seen_bounds
+from earl_core.guard.rewards import reward_findings, seen_bounds
 from earl_core.guard.seen import HUGE, Given, Seen, can_leave, shortened
 
 Line = dict[str, float]
@@ -259,6 +259,19 @@ def test_sources_together_leave_out_fewer_than_half_or_nothing() -> None:
     assert parts["environment small"].mostly_outside
     assert can_leave(parts)
     assert len(shortened(parts)["environment small"].outside) == 60
+
+
+def test_prompts_are_named_where_they_are_few() -> None:
+    """Leaving out all prompts of a small data set would end the run."""
+    at = np.arange(40)
+    prompts = [("", int(number) // 4) for number in at]
+    named = {}
+    for wrong in (8, 40):
+        given = Given(np.where(at < wrong, 1e30, 0.5), at, at // 4, prompts)
+        seen = {"function f": Seen.of(given, (0.0, 1.0))}
+        (found,) = reward_findings(3, seen, 0, {"function f": (0.0, 1.0)}, {})
+        named[wrong] = found.prompts
+    assert named == {8: (("", 0), ("", 1)), 40: ()}
 
 
 def test_bounds_of_what_was_seen_are_wide_and_no_single_iteration_moves_them() -> None:
