@@ -110,7 +110,8 @@ class Probe(BaseModel):
         sets = {
             "settled": {source for part in asked for source in part.asked},
             "off": off,
-            "slow": {source for part in asked for source in part.slow},
+            # Later a machine may have been busy.
+            "slow": {source for part in asked for source in part.slow} - {*self.settled},
         }
         update = {name: sorted({*getattr(self, name), *more}) for name, more in sets.items()}
         return self.model_copy(update=update), {s: off[s] for s in sorted(off.keys() - self.off)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from earl_core.dispatch import Manifest
+from earl_core.secrets import redact
 
 GUARD = "guard"
 """Among the outputs of the advantage stage's manifest: a dumped `Decision`."""
@@ -37,7 +38,7 @@ NOT_JUDGED = "not_judged"
 
 def not_judged(iteration: int, what: str, error: Exception) -> Finding:
     """The finding that the guard could not look at something. what: it, as part of a sentence."""
-    text = f"the guard could not look at {what}: {type(error).__name__}: {error}"
+    text = redact(f"the guard could not look at {what}: {type(error).__name__}: {error}")
     return Finding(kind=NOT_JUDGED, onset=iteration, text=text)
 
 
