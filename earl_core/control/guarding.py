@@ -104,7 +104,8 @@ def _judged(
         outside = {number for each in seen.values() for number in each.outside} if leave else set()
         outside |= quarantined_before(controller.run, rollout)
         mostly = not leave or any(each.mostly_outside for each in seen.values())
-        decision = decide(iteration, findings, sorted(outside), mostly, past)
+        there = past._replace(checkpoints=returnable(past, config.checkpoint.keep_last))
+        decision = decide(iteration, findings, sorted(outside), mostly, there)
     _tell(controller, iteration, decision, past)
     return decision
 
@@ -158,6 +159,14 @@ def kept_for_return(
     what = "the checkpoints that a return may need"
     one = contained(controller, iteration, what, found, None)
     return kept if one is None else kept | {one}
+
+
+def returnable(past: Past, keep_last: int) -> list[int]:
+    """The checkpoints that a return may go to: those that are kept for it. Who was killed before
+    the others were removed has more, and is to decide the same."""
+    found = last_good(Decision(), past)
+    kept = {*past.checkpoints[-keep_last:], *good_checkpoints(past.checkpoints), found}
+    return [each for each in past.checkpoints if each in kept]
 
 
 def _history(controller: RunController, iteration: int) -> list[Numbers]:
