@@ -39,12 +39,8 @@ class CriticConfig(Settings):
         default=0,
         ge=0,
         description="First iterations in which the critic alone is trained, and the policy stays "
-        "the initial one.",
+        "the initial one; its own schedule and warm-up begin after them.",
     )
-
-    def alone(self, iteration: int) -> bool:
-        """Tell whether the iteration's update leaves the policy as it is."""
-        return iteration < self.warmup_iterations
 
     def settings(self, update: UpdateConfig) -> UpdateConfig:
         """The update's settings, with the critic's own in their place."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.control.policy_player import PlayedPolicy, find_checkpoint
+from earl_core.control.resume_point import check_states
 from earl_core.run.checkpoints import holding_checkpoint
 from earl_core.run.fork import make_fork
 from earl_core.run.inherited_stages import foreseen
@@ -62,6 +63,7 @@ class ForkPlan:
         settings = config_of_run(parent, [*overrides, *place])
         iteration = int(begins.policy.parent.name)
         _check(before, settings, iteration)
+        check_states(begins.policy.parent, settings, iteration + 1)
         told = *begins.damaged, *foreseen(parent, before, settings, iteration)
         return cls(parent, before, settings, begins, told)
 

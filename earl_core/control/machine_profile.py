@@ -32,6 +32,7 @@ def profile_of(
 def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> str:
     """Equal where a measurement of one run holds for the other."""
     rollout, update, algorithm = config.rollout, config.update, config.algorithm
+    critic = config.critic and config.critic.settings(update)
     vllm, adapter = rollout.engine == "vllm", config.model.adapter
     # Measured figures differ a little each time; the GPU's name stands for them.
     apart = {"fewest_hosts", "figures"} | (set() if hardware.gpus else _OF_GPUS)
@@ -57,6 +58,7 @@ def fingerprint_of(config: RunConfig, hardware: Hardware, model: ModelShape) -> 
             "old_logprobs": config.needs_old_logprobs,
             "kl": algorithm.kl.placement,
             "entropy": algorithm.entropy_coefficient > 0,
+            **({"critic": [critic.epochs, critic.minibatches]} if critic else {}),
             **({"adapter": adapter.shape.model_dump(mode="json")} if adapter else {}),
         },
         {"hardware": sizes, "cpu": processor_name()},

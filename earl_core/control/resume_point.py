@@ -10,11 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from earl_core.config import ConfigError
+from earl_core.config import RunConfig
 from earl_core.deployment.stages import STAGES, taking_part
 from earl_core.dispatch import ManifestError
 from earl_core.run import RunDirectory
-from earl_core.run.checkpoints import read_state, state_path, verify_training_state
+from earl_core.run.checkpoints import check_state, read_state, state_path, verify_training_state
 from earl_core.run.policy_versions import INITIAL_VERSION
 from earl_core.system.errors import EarlError
 from earl_core.tensors.errors import CheckpointError
@@ -75,6 +75,13 @@ def is_updated(
     return bool(state.get("key") == update.key)
 
 
+def check_states(checkpoint: Path, config: RunConfig, iteration: int) -> None:
+    """Raise `ConfigError` where a checkpoint lacks what an iteration after it goes on training."""
+    for stage in taking_part(config, config.imitates(iteration)):
+        if stage.makes == "state":
+            check_state(checkpoint, stage.role)
+
+
 def saved_state(run: RunDirectory, version: int, role: str = "update") -> Path | None:
     """The state of a role that trains, in the checkpoint that holds this policy version, STABLE or
     not; None for the initial model's.
@@ -91,10 +98,4 @@ def saved_state(run: RunDirectory, version: int, role: str = "update") -> Path |
             f"policy version {version} is needed, but neither the learner nor a checkpoint "
             "holds it: resume the run, which repeats what is missing"
         )
-    path = state_path(run.checkpoint_path(iteration).resolve(), role)
-    if not path.is_dir():
-        raise ConfigError(
-            f"the checkpoint {path.parent} has no state of the {role}, which the run was without "
-            "then: take the settings back, or begin a new run from it (model.from)"
-        )
-    return path
+    return check_state(run.checkpoint_path(iteration).resolve(), role)

@@ -35,7 +35,7 @@ from earl_core.control.preflight import (
     warn_of_turns,
 )
 from earl_core.control.prompt_waves import check_numbers, taken_before
-from earl_core.control.resume_point import resume_point
+from earl_core.control.resume_point import check_states, resume_point
 from earl_core.control.row_draws import RowDraws
 from earl_core.control.selector_policy import settled
 from earl_core.control.teachers import (
@@ -166,6 +166,8 @@ class RunController:
         warn_of_turns(self.config)
         check_shared_memory(self.config, self.run.stores)
         check_numbers(self.run)
+        if (stable := self.run.last_stable()) >= 0:
+            check_states(self.run.checkpoint_path(stable), self.config, stable + 1)
         self._check_demonstrations(self.next_iteration())
         # Should another plan be chosen, a stage rebuilds its group.
         if (sealed := self.run.plan(self.next_iteration())) is not None:

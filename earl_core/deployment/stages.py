@@ -301,6 +301,7 @@ STAGES: Mapping[str, Stage] = {
             settings=(
                 "seed",
                 "critic",
+                "model.freeze_routers",
                 "algorithm.advantage",
                 "update.precision",
                 *_OPTIMIZER,

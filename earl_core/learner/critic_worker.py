@@ -59,8 +59,9 @@ class CriticWorker(LearnerWorker):
     def _settings(self, deployment: StageDeployment) -> UpdateConfig:
         return self._critic.settings(super()._settings(deployment))
 
-    def _stays(self, iteration: int) -> bool:
-        return False
+    @property
+    def _resting(self) -> int:
+        return 0
 
     def _rows(
         self,
@@ -72,8 +73,6 @@ class CriticWorker(LearnerWorker):
     ) -> Rows:
         """Open the rows that it is trained on: all that have an advantage, and be it 0. kl_factor:
         of no meaning here."""
-        if not self._manifests(manifests)[-1].shards:
-            return Rows()
         steps, seed = self._learner.config.minibatches, self._seed(iteration)
         split = by_minibatch(steps, seed=seed, iteration=iteration)
         batch = leases.enter_context(self._open(manifests, VALUED, split, link_bytes))

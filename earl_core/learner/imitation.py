@@ -63,10 +63,11 @@ def aim_of(
     update: UpdateConfig,
     algorithm: Algorithm,
     imitation: ImitationConfig | None,
+    resting: int = 0,
 ) -> Aim:
     """What the update of an iteration, of so many, is to do. algorithm: of the iterations that
-    play, whose schedule counts them alone."""
-    first = 0 if imitation is None else imitation.iterations
+    play, whose schedule counts them alone, without the first `resting`, which train nothing."""
+    first = resting if imitation is None else imitation.iterations
     if imitation is not None and iteration < first:
         steps = imitation.minibatches or update.minibatches
         return Aim(Imitation(), imitation.learning_rate, 1, steps)

@@ -14,6 +14,7 @@ from earl_core.config import RunConfig
 from earl_core.learner import memory
 from earl_core.learner.data.packing import TrainingSample
 from earl_core.learner.policy_learner import PolicyLearner
+from earl_core.learner.value_scoring import ValueScoring
 from earl_core.selector.choice.expected_load import GENERATED_SHARE
 from earl_core.selector.profile_planner import MICROBATCHES, WINDOW_SECONDS
 from earl_core.system.memory import give_back_free_memory, private_peak_bytes
@@ -36,7 +37,7 @@ def measure_training(
     and `seconds`. Raises `OutOfMemory` and what `PolicyLearner.update` raises.
     """
     started = time.perf_counter()
-    settings = config.update
+    settings = learner.config
     steps = 1 if scoring else settings.minibatches
     share = math.ceil(samples / (steps * learner.mesh.deployment.data_parallel))
     # What a rank goes through in one step (or pass of scoring), in full microbatches.
@@ -46,7 +47,7 @@ def measure_training(
     made = _synthetic_samples(learner, config, context, measured * together)
     give_back_free_memory()
     microbatch = step = stage = 0.0
-    if scoring or config.needs_old_logprobs:
+    if scoring or (config.needs_old_logprobs and not _of_values(learner)):
         memory.reset_peak()
         microbatch = _time_scoring(learner, made, together)
         stage += steps * microbatches * microbatch
@@ -160,6 +161,7 @@ def _synthetic_samples(
             advantages=np.full(context, 1.0 if number % 2 else -1.0, dtype=np.float32),
             reference_logprobs=unsure if config.needs_reference else None,
             old_logprobs=unsure if config.needs_old_logprobs else None,
+            values=np.zeros(context, dtype=np.float32) if _of_values(learner) else None,
             routing=_routing(learner, config, context, number),
             episode_id=number,
             group_id=number // config.rollout.group_size,
@@ -169,12 +171,17 @@ def _synthetic_samples(
     ]
 
 
+def _of_values(learner: PolicyLearner) -> bool:
+    """Tell whether it is a critic."""
+    return isinstance(learner.parallel.module.scoring, ValueScoring)
+
+
 def _routing(
     learner: PolicyLearner, config: RunConfig, context: int, seed: int
 ) -> RecordedRouting | None:
     """Random experts of each token, in a run that records them."""
     routers = learner.parallel.module.routers
-    if routers is None or config.rollout.record_routing == "off":
+    if routers is None or _of_values(learner) or config.rollout.record_routing == "off":
         return None
     shape = routers.shape
     first = np.random.default_rng(seed).integers(0, shape.experts, (context, shape.layers, 1))

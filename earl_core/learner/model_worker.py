@@ -230,6 +230,7 @@ class ModelWorker(RunWorker):
             iterations=config.iterations,
             seed=config.seed,
             imitation=config.imitation,
+            resting=self._resting,
             mesh=self._mesh,
             logits_chunk_tokens=deployment.logits_chunk_tokens or None,
             offload_optimizer=deployment.offload_optimizer,
@@ -250,6 +251,11 @@ class ModelWorker(RunWorker):
                 "max_tokens_per_microbatch": budget,
             }
         )
+
+    @property
+    def _resting(self) -> int:
+        """How many of the first iterations leave the model as it is."""
+        return 0
 
     def _report(self, done: int, samples: int) -> None:
         if self._context.rank == 0:

@@ -61,11 +61,11 @@ class PolicyLearner:
     """Trains one causal language model, or a critic, alone or as one rank of a mesh.
 
     model: what to load. temperature: that of the rollout; logits are divided by it. iterations,
-    seed: of the run. imitation: its first iterations, if they imitate. mesh: the ranks that train
-    together; all of them call each method alike, those of one replica with the same samples, and
-    what they compute is what one process would compute from all samples. logits_chunk_tokens:
-    positions whose logits exist at a time; None: as memory allows. offload_optimizer: keep the
-    optimizer's state of a GPU in the host's memory.
+    seed: of the run. imitation: its first iterations, if they imitate. resting: how many leave the
+    model as it is. mesh: the ranks that train together; all call each method alike, those of one
+    replica with the same samples, and compute what one process would from all samples.
+    logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
+    offload_optimizer: keep the optimizer's state of a GPU in the host's memory.
 
     Raises ConfigError for a model that cannot be trained (on this mesh) or an unknown algorithm.
     """
@@ -80,6 +80,7 @@ class PolicyLearner:
         iterations: int = 1,
         seed: int = 0,
         imitation: ImitationConfig | None = None,
+        resting: int = 0,
         mesh: UpdateMesh | None = None,
         logits_chunk_tokens: int | None = None,
         offload_optimizer: bool = False,
@@ -93,7 +94,7 @@ class PolicyLearner:
         self.config, self.temperature = update, temperature
         self.iterations, self.seed = iterations, seed
         self._algorithm = algorithm if isinstance(algorithm, Algorithm) else Algorithm(algorithm)
-        self._imitation, self._compiled = imitation, compiling(update, mesh.device)
+        self._begins, self._compiled = (imitation, resting), compiling(update, mesh.device)
         parallel = load_policy(
             model,
             mesh,
@@ -242,7 +243,7 @@ class PolicyLearner:
         Raises ValueError when a column that the algorithm needs is missing, and UpdateRefused, on
         all ranks, before a step that would destroy the weights.
         """
-        aim = aim_of(iteration, self.iterations, self.config, self._algorithm, self._imitation)
+        aim = aim_of(iteration, self.iterations, self.config, self._algorithm, *self._begins)
         rate, seed = aim.learning_rate * rate_factor, self.seed if seed is None else seed
         algorithm = aim.algorithm
         algorithm.check_columns(samples, aim.epochs * aim.minibatches)

@@ -239,13 +239,18 @@ class LearnerWorker(ModelWorker):
             self._dirty = True
             fault_points.point(f"{self.stage}.step{index}", iteration)
 
+        rests = iteration < self._resting
+        # Without a row there is no shard: the update then is one without a step.
+        empty = rests or not self._manifests(manifests)[-1].shards
         with ExitStack() as leases:
-            rows = self._rows(manifests, iteration, link_bytes, leases, kl_factor)
+            rows = Rows()
+            if not empty:
+                rows = self._rows(manifests, iteration, link_bytes, leases, kl_factor)
             drawn = chosen(self._ranks.gather_json(candidates(rows.samples, iteration)))
             seen = self._seen(rows, iteration)
             watch = self._config.mismatch_watch
             metrics = {"optimizer_steps": 0.0}
-            if not self._stays(iteration):
+            if not rests:
                 metrics = self._learner.update(
                     rows.samples,
                     iteration=iteration,
@@ -284,9 +289,6 @@ class LearnerWorker(ModelWorker):
     ) -> Rows:
         """Open the rows of the update, and score them where it needs that. They are views that must
         go before the leases."""
-        if self._stays(iteration) or not self._manifests(manifests)[-1].shards:
-            # Without a row there is no shard: the update then is one without a step.
-            return Rows()
         skipped = self._skipped(manifests, iteration, link_bytes)
         split = by_minibatch(
             self._config.minibatches(iteration),
@@ -309,10 +311,10 @@ class LearnerWorker(ModelWorker):
         samples = training_samples(batch, masks, *given, routing)
         return Rows(samples, skipped, shards, batch, routing)
 
-    def _stays(self, iteration: int) -> bool:
-        """Tell whether the iteration makes a version that is the one before it."""
+    @property
+    def _resting(self) -> int:
         critic = self._config.critic
-        return critic is not None and critic.alone(iteration)
+        return 0 if critic is None else critic.warmup_iterations
 
     def _seen(self, rows: Rows, iteration: int) -> dict[str, float]:
         """Measure how far the policy that sampled the rows is from the one that trains on them.

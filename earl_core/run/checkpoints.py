@@ -203,6 +203,17 @@ def state_path(checkpoint: Path, role: str) -> Path:
     return checkpoint / CRITIC_FOLDER if role == "critic" else checkpoint
 
 
+def check_state(checkpoint: Path, role: str) -> Path:
+    """`state_path`, which must be there. Raises `ConfigError`."""
+    path = state_path(checkpoint, role)
+    if not path.is_dir():
+        raise ConfigError(
+            f"the checkpoint {checkpoint} has no state of the {role}, which the run was without "
+            "then: take the settings back, or begin a new run from it (model.from)"
+        )
+    return path
+
+
 def describe_state(
     directory: Path,
     state: Mapping[str, Any],

@@ -240,7 +240,8 @@ class _Survey:
 
     def _filled(self, candidate: StageDeployment, context: int) -> int:
         """Tokens of a microbatch in this candidate's update."""
-        steps = self._given.update.minibatches if candidate.stage in TRAINED else 1
+        trained = self._given.settings_of(candidate.stage)
+        steps = trained.minibatches if candidate.stage in TRAINED else 1
         samples = self._given.rollout.episodes_per_iteration / (steps * candidate.data_parallel)
         fitting = max(1, candidate.max_tokens_per_microbatch // context)
         return context * min(fitting, max(1, math.ceil(samples)))
@@ -305,7 +306,8 @@ class _Survey:
             )
             return _OVERHEAD_SECONDS + reading / factor + 2 * one_pass + WINDOW_SECONDS
         tokens = self._filled(candidate, context) * candidate.data_parallel * (MICROBATCHES + 1)
-        epochs = self._given.update.epochs if candidate.stage in TRAINED else 1
+        trained = self._given.settings_of(candidate.stage)
+        epochs = trained.epochs if candidate.stage in TRAINED else 1
         return _OVERHEAD_SECONDS + tokens / (epochs * rate) + WINDOW_SECONDS
 
 

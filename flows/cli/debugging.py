@@ -53,7 +53,8 @@ def debug(
     # A run that it begins from lies in the usual runs directory.
     given = stored_config(run, overrides) if run else beginning(load_config(name, overrides))
     if stage is None:
-        few = max(_FEW_PROMPTS, given.update.minibatches)
+        steps = given.critic.settings(given.update).minibatches if given.critic else 1
+        few = max(_FEW_PROMPTS, given.update.minibatches, steps)
         prompts = prompts or min(few, given.rollout.prompts_per_iteration)
     config, notes = for_one_process(given, prompts)
     if run is not None:

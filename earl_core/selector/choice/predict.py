@@ -155,7 +155,8 @@ class Predictor:
     def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
         """Limit a microbatch to the tokens that a rank has of a minibatch: a budget that is never
         filled takes no memory until contexts have grown to fill it."""
-        steps = 1 if STAGES[candidate.stage].scores else self.given.update.minibatches
+        trained = self.given.settings_of(candidate.stage)
+        steps = 1 if STAGES[candidate.stage].scores else trained.minibatches
         share = math.ceil(load.episodes * load.context / (steps * candidate.data_parallel))
         asked = candidate.max_tokens_per_microbatch
         return candidate._replace(max_tokens_per_microbatch=min(asked, share))
@@ -257,9 +258,8 @@ class Predictor:
 
     def _training_seconds(self, candidate: StageDeployment, load: Load) -> float:
         """The roofline's, of an update or of scoring alone."""
-        update, only = self.given.update, STAGES[candidate.stage].scores
-        if candidate.stage == "critic" and self.given.critic is not None:
-            update = self.given.critic.settings(update)
+        update = self.given.settings_of(candidate.stage)
+        only = STAGES[candidate.stage].scores
         steps = update.epochs * update.minibatches
         epochs, value = 1 if only else update.epochs, 2 if update.mixed else 4
         model = self._scoring[candidate.stage] if only else self

@@ -182,6 +182,12 @@ class SelectionInput(Settings):
         held = self.reference_models if stage == "reference" else ()
         return max(held, key=lambda each: each.parameters, default=self.model)
 
+    def settings_of(self, stage: str) -> UpdateConfig:
+        """The settings by which a stage's model is trained."""
+        if stage != "critic" or self.critic is None:
+            return self.update
+        return self.critic.settings(self.update)
+
     def configured(self) -> tuple[StageDeployment, StageDeployment]:
         """Deployments of rollout and update that the configuration names for the iteration."""
         return configured(
