@@ -90,6 +90,7 @@ _LATER = {
     "layer_input_size",
     "states",
     "latent",
+    "of_values",
 }
 _OF_GPUS = {"nvlink_gpus", "nvlink_bandwidth", "pcie_bandwidth", "pcie_peers"}
 _PACKAGES = ("torch", "transformers")

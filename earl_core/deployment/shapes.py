@@ -59,6 +59,7 @@ class ModelShape(Settings):
     latent: LatentShape | None = Field(
         default=None, description="Queries, keys and values are made of latents."
     )
+    of_values: bool = Field(default=False, description="A critic: its head has one output.")
     adapter: AdapterShape | None = Field(
         default=None, description="The pairs that are trained in place of the model."
     )
@@ -210,6 +211,11 @@ class ModelShape(Settings):
         """Parameters of the table that turns tokens into vectors."""
         return self.vocabulary * self.hidden_size
 
+    @property
+    def outputs(self) -> int:
+        """Numbers that the head says of a token."""
+        return 1 if self.of_values else self.vocabulary
+
     @cached_property
     def parameters(self) -> int:
         """All parameters. Biases and the norms of queries and keys, under 0.1 %, are left out of
@@ -219,10 +225,13 @@ class ModelShape(Settings):
     @cached_property
     def active_parameters(self) -> int:
         """Parameters that work for one token: of a layer's experts those that it is given."""
-        return self._with_tables(self._in_layers(self.experts_per_token))
+        found = self._with_tables(self._in_layers(self.experts_per_token))
+        # Only a head multiplies by a table.
+        return found - self.embedding_parameters if self.of_values else found
 
     def _with_tables(self, layers: int) -> int:
-        tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        tables = self.embedding_parameters
+        tables += 0 if self.tied_embeddings else self.outputs * self.hidden_size
         # Each layer has its columns of the table, a projection of the embeddings to as many, a gate
         # and a way back.
         tables += self.layers * self.layer_input_size * (self.vocabulary + 3 * self.hidden_size)
@@ -232,6 +241,11 @@ class ModelShape(Settings):
         """The same model, of which an adapter is trained alone, or with None all of it."""
         # A copy would keep what was worked out for another one.
         return ModelShape(**{**self.model_dump(), "adapter": adapter})
+
+    @cached_property
+    def as_critic(self) -> ModelShape:
+        """The same model with a critic's head, which is tied to nothing."""
+        return ModelShape(**{**self.model_dump(), "of_values": True, "tied_embeddings": False})
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:

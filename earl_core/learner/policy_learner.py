@@ -61,11 +61,10 @@ class PolicyLearner:
     """Trains one causal language model, or a critic, alone or as one rank of a mesh.
 
     model: what to load. temperature: that of the rollout; logits are divided by it. iterations,
-    seed: of the run. imitation: its first iterations, if they imitate. resting: how many leave the
-    model as it is. mesh: the ranks that train together; all call each method alike, those of one
-    replica with the same samples, and compute what one process would from all samples.
-    logits_chunk_tokens: positions whose logits exist at a time; None: as memory allows.
-    offload_optimizer: keep the optimizer's state of a GPU in the host's memory.
+    seed: of the run. imitation: its first iterations, if they imitate. resting: how many train
+    nothing. mesh: the ranks that train together; all call each method alike, those of one replica
+    with the same samples, and compute what one process would from all. logits_chunk_tokens:
+    positions whose logits exist at a time; None: any. offload_optimizer: to the host's memory.
 
     Raises ConfigError for a model that cannot be trained (on this mesh) or an unknown algorithm.
     """

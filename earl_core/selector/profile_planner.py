@@ -240,8 +240,7 @@ class _Survey:
 
     def _filled(self, candidate: StageDeployment, context: int) -> int:
         """Tokens of a microbatch in this candidate's update."""
-        trained = self._given.settings_of(candidate.stage)
-        steps = trained.minibatches if candidate.stage in TRAINED else 1
+        steps = self._given.steps_of(candidate.stage)
         samples = self._given.rollout.episodes_per_iteration / (steps * candidate.data_parallel)
         fitting = max(1, candidate.max_tokens_per_microbatch // context)
         return context * min(fitting, max(1, math.ceil(samples)))

@@ -54,9 +54,9 @@ class Predictor:
         self.roofline = roofline or Roofline(
             self.shape, device_of(self.hardware), self.hardware, self._value
         )
-        held = {"reference": given.reference_models or (self.shape,), "value": (self.shape,)}
         where = self.hardware, self._value, roofline
-        self._scoring = {stage: Scoring(models, *where) for stage, models in held.items()}
+        held = {stage: given.models_of(stage) for stage in ("reference", "value", "critic")}
+        self._apart = {stage: Scoring(models, *where) for stage, models in held.items()}
         self.configured = dict(zip(("rollout", "update"), given.configured(), strict=True))
         self.now, self.ahead = loads(given)
         seen = given.statistics
@@ -101,7 +101,6 @@ class Predictor:
         return stage in self._measured_stages
 
     # Memory
-
     def budget(self, stage: str) -> float:
         """Bytes that the stage may use: of one device; on a CPU, all its processes together, what
         others hold of the host taken off."""
@@ -136,7 +135,7 @@ class Predictor:
         engine its weights; of the update weights, gradients and two Adam moments."""
         if candidate.stage == "rollout":
             return self.memory.engine_weights(candidate.tensor_parallel, self._value)
-        return self.memory.state(candidate, self.given.update.mixed).total
+        return self._of(candidate).memory.state(candidate, self.given.update.mixed).total
 
     def formula_peak(self, candidate: StageDeployment, load: Load) -> float:
         """Bytes on one device by formula alone: what `Peak.predicted` of a measurement is."""
@@ -149,14 +148,17 @@ class Predictor:
         )
         filled = self._filled(candidate, load)
         if STAGES[candidate.stage].scores:
-            return self._scoring[candidate.stage].peak(filled, load.longest, needs)
-        return self.memory.training(filled, load.longest, needs).total
+            return self._apart[candidate.stage].peak(filled, load.longest, needs)
+        return self._of(candidate).memory.training(filled, load.longest, needs).total
+
+    def _of(self, candidate: StageDeployment) -> Scoring | Predictor:
+        """Return what has the memory and the roofline of a candidate's model."""
+        return self._apart.get(candidate.stage, self)
 
     def _filled(self, candidate: StageDeployment, load: Load) -> StageDeployment:
         """Limit a microbatch to the tokens that a rank has of a minibatch: a budget that is never
         filled takes no memory until contexts have grown to fill it."""
-        trained = self.given.settings_of(candidate.stage)
-        steps = 1 if STAGES[candidate.stage].scores else trained.minibatches
+        steps = self.given.steps_of(candidate.stage)
         share = math.ceil(load.episodes * load.context / (steps * candidate.data_parallel))
         asked = candidate.max_tokens_per_microbatch
         return candidate._replace(max_tokens_per_microbatch=min(asked, share))
@@ -258,19 +260,19 @@ class Predictor:
 
     def _training_seconds(self, candidate: StageDeployment, load: Load) -> float:
         """The roofline's, of an update or of scoring alone."""
-        update = self.given.settings_of(candidate.stage)
-        only = STAGES[candidate.stage].scores
-        steps = update.epochs * update.minibatches
+        update, only = self.given.settings_of(candidate.stage), STAGES[candidate.stage].scores
         epochs, value = 1 if only else update.epochs, 2 if update.mixed else 4
-        model = self._scoring[candidate.stage] if only else self
-        return model.roofline.training_seconds(candidate, load, epochs, steps, only, value)
+        steps = update.epochs * update.minibatches
+        roofline = self._of(candidate).roofline
+        return roofline.training_seconds(candidate, load, epochs, steps, only, value)
 
     def _host_problem(self, candidate: StageDeployment) -> str:
         """Return the reason why a host of GPUs cannot hold what its ranks leave there for the
         engines' time, and engines of an adapter for its own, beside published versions; or ""."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
-        learners = 1 if self.given.critic is None else 2
-        needed = learners * ranks * self.memory.resting(candidate, self.given.update.mixed)
+        learners = [self] if self.given.critic is None else [self, self._apart["critic"]]
+        state = candidate, self.given.update.mixed
+        needed = ranks * sum(each.memory.resting(*state) for each in learners)
         needed += self.given.weight_versions * self._value * self.shape.trained_parameters
         if self.shape.adapter is not None:
             engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)

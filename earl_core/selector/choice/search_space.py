@@ -164,7 +164,7 @@ def _less_at_a_time(
 
 def _fallbacks(predictor: Predictor, candidate: StageDeployment) -> Iterator[StageDeployment]:
     shape = predictor.given.shape_of(candidate.stage)
-    chunk = logits_chunk(shape.vocabulary, gpu=not predictor.memory.shared)
+    chunk = logits_chunk(shape.outputs, gpu=not predictor.memory.shared)
     saved = predictor.stage_peak(candidate) - predictor.stage_peak(
         candidate._replace(logits_chunk_tokens=chunk)
     )

@@ -177,16 +177,25 @@ class SelectionInput(Settings):
         """True when the one reference is the base of an adapter, which the update's ranks hold."""
         return self.model.adapter is not None and not self.reference_models
 
+    def models_of(self, stage: str) -> tuple[ModelShape, ...]:
+        """The models that a stage's ranks compute with."""
+        if STAGES[stage].role == "critic":
+            return (self.model.as_critic,)
+        return (self.reference_models if stage == "reference" else ()) or (self.model,)
+
     def shape_of(self, stage: str) -> ModelShape:
-        """The model that a stage computes with; the largest where it holds several."""
-        held = self.reference_models if stage == "reference" else ()
-        return max(held, key=lambda each: each.parameters, default=self.model)
+        """The largest of them."""
+        return max(self.models_of(stage), key=lambda each: each.parameters)
 
     def settings_of(self, stage: str) -> UpdateConfig:
         """The settings by which a stage's model is trained."""
         if stage != "critic" or self.critic is None:
             return self.update
         return self.critic.settings(self.update)
+
+    def steps_of(self, stage: str) -> int:
+        """Parts in which a stage goes through the episodes: optimizer steps, or one."""
+        return 1 if STAGES[stage].scores else self.settings_of(stage).minibatches
 
     def configured(self) -> tuple[StageDeployment, StageDeployment]:
         """Deployments of rollout and update that the configuration names for the iteration."""

@@ -198,7 +198,7 @@ class MemoryModel:
 
     def rows_at_a_time(self, candidate: StageDeployment) -> int:
         """Positions whose logits exist at a time."""
-        width = self.shape.vocabulary / candidate.tensor_parallel
+        width = self.shape.outputs / candidate.tensor_parallel
         return candidate.logits_chunk_tokens or positions_at_a_time(width, gpu=not self.shared)
 
     def _with_cache(self, fixed: Memory, candidate: StageDeployment, vllm: VllmConfig) -> Memory:

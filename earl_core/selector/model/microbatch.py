@@ -55,10 +55,12 @@ class Microbatch:
         degree = candidate.expert_parallel
         self.layer = shape.largest_layer(degree) / tensor
         self.table = shape.embedding_parameters / tensor
+        self.head = shape.outputs * shape.hidden_size / tensor
         # What of them is trained.
-        self.trained, self.trained_table = self.layer, self.table
+        self.trained, self.trained_table, self.trained_head = self.layer, self.table, self.head
         if shape.adapter is not None:
-            self.trained, self.trained_table = shape.pair_parameters(tensor), 0.0
+            self.trained = shape.pair_parameters(tensor)
+            self.trained_table = self.trained_head = 0.0
             self.layer += self.trained
         budget = max(float(candidate.max_tokens_per_microbatch), longest)
         self.tokens = budget / candidate.context_parallel
@@ -77,7 +79,7 @@ class Microbatch:
         self.again = 0.0 if lean else self.kept
         layers, numbers = device.under_way
         self.layers_under_way = layers * self.kept
-        self.table_under_way = numbers * self.trained_table
+        self.table_under_way = numbers * self.trained_head
         self.logit_bytes = device.logit_bytes if needs.mixed else 4
         self.norms = norm_bytes(shape, tensor, needs.mixed)
         self.normalising = 18 * shape.hidden_size / tensor
@@ -92,7 +94,7 @@ class Microbatch:
         self.row = 4 * shape.hidden_size
         # Chunks are as even as can be.
         chunks = max(1, math.ceil(answers / device.rows))
-        self.logits = answers / chunks * shape.vocabulary / tensor
+        self.logits = answers / chunks * shape.outputs / tensor
 
     def backward(self) -> Iterator[Memory]:
         """The moments that may hold the most: the head's backward pass, which comes first, those of
@@ -109,14 +111,12 @@ class Microbatch:
     def forward(self) -> Iterator[Memory]:
         """The same of a pass that keeps nothing: in a layer, and in the head."""
         width = max(self.products.forward + 2 * self.state, self.norms) + self.layers_under_way / 4
-        table = self._copy(self.table)
-        whole = table if self.tied else 0.0
+        head = self._copy(self.head)
+        whole = head if self.tied else 0.0
         gathered = self._copy(self.layer) + self._buffer(self.layer) + whole
         yield Memory(weights=gathered, activations=self.tokens * width)
         logits = self.logits * BYTES_PER_LOGIT
-        yield Memory(
-            weights=max(table, whole), activations=self.tokens * 2 * self.state, logits=logits
-        )
+        yield Memory(weights=head, activations=self.tokens * 2 * self.state, logits=logits)
 
     def _copy(self, unit: float) -> float:
         return self.value * unit if self.wrapped else 0.0
@@ -130,12 +130,12 @@ class Microbatch:
         to the states; these are added up at the end; and the weight's is cast."""
         kept = self.layers * self.between + self.norms / 2
         yield Memory(
-            weights=self._copy(self.table) + self._buffer(self.table),
+            weights=self._copy(self.head) + self._buffer(self.head),
             activations=self.tokens * kept,
             logits=4 * self.logits,
         )
-        summed = 4 * self.trained_table
-        cast = self.value * self.trained_table if self.mixed else 0.0
+        summed = 4 * self.trained_head
+        cast = self.value * self.trained_head if self.mixed else 0.0
         one = 4 + self.value if self.mixed else 4
         states = self.answers * self.row, self.tokens * (self.row + self.whole_state)
         for gradients, logits, activations in (
@@ -144,7 +144,7 @@ class Microbatch:
             (summed + cast, self.logits * 4, self.tokens * self.whole_state),
         ):
             yield Memory(
-                weights=self._copy(self.table),
+                weights=self._copy(self.head),
                 gradients=gradients + self.table_under_way,
                 activations=self.tokens * kept + activations,
                 logits=logits,

@@ -253,10 +253,10 @@ class Roofline:
         microbatch, those of the head once for each chunk of logits."""
         shape = self.shape
         answered = min(1.0, load.generated / load.context) * tokens
-        usual = positions_at_a_time(shape.vocabulary, gpu=self.hardware.gpus > 0)
+        usual = positions_at_a_time(shape.outputs, gpu=self.hardware.gpus > 0)
         at_a_time = candidate.logits_chunk_tokens or usual
         chunks = max(0, math.ceil(answered / at_a_time) - microbatches)
-        head = shape.vocabulary * shape.hidden_size / candidate.tensor_parallel
+        head = shape.outputs * shape.hidden_size / candidate.tensor_parallel
         if self._pairs:
             head = 0.0
         own = sum(share.own for share in trained_shares(self.shape, candidate))

@@ -1,4 +1,4 @@
-"""Memory and time of a stage that only scores: of all models that its ranks hold."""
+"""Memory and time of a stage whose ranks hold another model than the policy, or several."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Scoring:
     ) -> None:
         largest = max(shapes, key=lambda each: each.parameters)
         self._others = 4.0 * (sum(each.parameters for each in shapes) - largest.parameters)
-        self._memory = memory_model(largest, hardware)
+        self.memory = memory_model(largest, hardware)
         self.roofline = roofline or Roofline(largest, device_of(hardware), hardware, value)
 
     def peak(self, candidate: StageDeployment, longest: float, needs: TrainingNeeds) -> float:
         """Bytes on one device; as `MemoryModel.scoring`, beside the other models' weights."""
         others = self._others / (candidate.tensor_parallel * candidate.parts)
-        return self._memory.scoring(candidate, longest, needs).total + others
+        return self.memory.scoring(candidate, longest, needs).total + others
