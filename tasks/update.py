@@ -70,8 +70,9 @@ def trained(
         if controller.config.algorithm.kl.placement == "loss":
             factors["kl_factor"] = KL_FACTOR
         text = caution_text(controller.config)
-        run.note(iteration, "update", text)
-        controller.listener("update", iteration, {"say": f"iteration {iteration}: {text}"})
+        run.note(iteration, stage, text)
+        if stage == "update":
+            controller.listener(stage, iteration, {"say": f"iteration {iteration}: {text}"})
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
         before()

@@ -71,6 +71,7 @@ def aim_of(
     if imitation is not None and iteration < first:
         steps = imitation.minibatches or update.minibatches
         return Aim(Imitation(), imitation.learning_rate, 1, steps)
-    rate = learning_rate(update, iteration - first, iterations - first)
+    # A profile measures updates that a run would not begin with.
+    rate = learning_rate(update, max(0, iteration - first), iterations - first)
     fresh = imitation is not None and iteration == first
     return Aim(algorithm, rate, update.epochs, update.minibatches, fresh)

@@ -116,12 +116,14 @@ def _summary(config: RunConfig, version: int, label: str, ancestors: Sequence[Li
     played = sorted({each.played for each in config.played.values()})
     games = ", ".join(f"`{each}`" for each in played)
     imitating = version - config.played_before(version)
+    resting = min(version, config.critic.warmup_iterations) if config.critic else 0
     episodes = config.played_before(version) * config.rollout.episodes_per_iteration
     how = (
         f"by {version} iteration{'' if version == 1 else 's'} of {config.iterations}, of "
         f"{config.rollout.prompts_per_iteration} prompts and {config.rollout.group_size} episodes "
         f"a prompt ({episodes:,} episodes)"
         + (f", the first {imitating} from demonstrations" if imitating else "")
+        + (f", the first {resting} of a critic alone" if resting else "")
         if version
         else "not at all: this is the model before training"
     )

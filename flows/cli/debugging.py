@@ -53,9 +53,7 @@ def debug(
     # A run that it begins from lies in the usual runs directory.
     given = stored_config(run, overrides) if run else beginning(load_config(name, overrides))
     if stage is None:
-        steps = given.critic.settings(given.update).minibatches if given.critic else 1
-        few = max(_FEW_PROMPTS, given.update.minibatches, steps)
-        prompts = prompts or min(few, given.rollout.prompts_per_iteration)
+        prompts = prompts or prompts_for_debugging(given)
     config, notes = for_one_process(given, prompts)
     if run is not None:
         iteration = _iteration(run, stage, iteration)
@@ -101,6 +99,13 @@ def _iteration(run: Path, stage: str | None, iteration: int | None) -> int:
         return following
     done = (path.parent.name for path in run.glob(f"iterations/*/{stage}.json"))
     return max((int(number) for number in done if number.isdigit()), default=0)
+
+
+def prompts_for_debugging(config: RunConfig) -> int:
+    """Few, but one for each minibatch."""
+    own = config.critic.minibatches if config.critic else None
+    few = max(_FEW_PROMPTS, config.update.minibatches, own or 1)
+    return min(few, config.rollout.prompts_per_iteration)
 
 
 def for_one_process(config: RunConfig, prompts: int | None = None) -> tuple[RunConfig, list[str]]:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from earl_core.config import ConfigError, parse_config
+from earl_core.config.stage_keys import stage_settings
+from flows.cli.debugging import prompts_for_debugging
 from tests.config.test_stage_keys import BASE, RUNS
 
 GAE: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "critic": {}}
@@ -22,6 +24,18 @@ def test_its_settings_are_the_updates_but_for_its_own() -> None:
     assert config.critic is not None
     settings = config.critic.settings(config.update)
     assert (settings.epochs, settings.minibatches) == (4, 8)
+
+
+def test_what_freezes_its_routers_is_in_its_key() -> None:
+    model = {"model": {**BASE["model"], "freeze_routers": True}}
+    plain, frozen = (parse_config(BASE | GAE | more) for more in ({}, model))
+    assert stage_settings(plain, "critic") != stage_settings(frozen, "critic")
+    assert stage_settings(plain, "value") == stage_settings(frozen, "value")
+
+
+def test_a_debugged_iteration_has_a_prompt_for_each_of_its_minibatches() -> None:
+    assert prompts_for_debugging(parse_config(BASE | GAE)) == 2
+    assert prompts_for_debugging(parse_config(BASE | GAE | {"critic": {"minibatches": 7}})) == 7
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,20 @@ def test_sparse_checkpoints_and_a_damaged_critic(runs: Runs, undisturbed: Undist
 
 
 def test_a_critic_is_warmed_up_alone(runs: Runs) -> None:
-    """The policy of such an iteration is the initial one, bit for bit; only then both learn."""
+    """The policy of such an iteration is the initial one, bit for bit; only then both learn, and
+    its learning rate rises. After an iteration without a critic there is none to go on with, which
+    is said before anything is played."""
     warm = "critic={learning_rate: 0.001, warmup_iterations: 1}"
-    assert runs.train_here({"overrides": [CRITIC[0], warm]}) == [None]
-    first, second = runs.metrics()
+    with_it = [CRITIC[0], warm, "update.warmup_iterations=2"]
+    *trained, refused = runs.train_here(
+        {"overrides": with_it},
+        {"overrides": ["iterations=3"]},
+        {"overrides": [*with_it, "iterations=4"]},
+    )
+    assert trained == [None, None]
+    assert "has no state of the critic, which the run was without then" in str(refused)
+    assert max(runs.executed("started"))[0] == 2
+    first, second, _ = runs.metrics()
     initial, policies = weights_in(runs.model), [weights_in(runs.policy(k)) for k in range(2)]
     assert first["update/optimizer_steps"] == 0
     assert largest_change(initial, policies[0]) == 0
@@ -88,6 +98,8 @@ def test_a_critic_is_warmed_up_alone(runs: Runs) -> None:
     # What a critic that has learnt nothing expects.
     assert first["critic/value_mean"] == 0
     assert second["critic/value_mean"] != 0
+    assert second["update/learning_rate"] == 0.5e-3
+    assert second["critic/learning_rate"] == 1e-3
     assert second["update/grad_norm"] > SMALLEST_NORM
     assert largest_change(*policies) > SMALLEST_CHANGE
 

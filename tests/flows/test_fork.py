@@ -116,6 +116,7 @@ def test_what_a_killed_fork_leaves_is_no_run_and_in_nobodys_way(
         ("2", "new", [], "nothing is left to do: iterations is 3"),
         ("0", "new", ["model.path=elsewhere"], "model.path differs from that of kept"),
         ("0", "new", ["no.such=1"], "unknown key"),
+        ("0", "new", ["algorithm.advantage=gae", "critic={}"], "has no state of the critic"),
     ],
 )
 def test_bad_forks_are_refused_in_a_sentence(

@@ -9,13 +9,17 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from earl_core.config import parse_config
 from earl_core.config.critic import CriticConfig
+from earl_core.control.machine_profile import fingerprint_of
 from earl_core.deployment.stage_deployment import StageDeployment, move_between
 from earl_core.selector.choice.explain import considered
 from earl_core.selector.choice.policy import select
 from earl_core.selector.choice.predict import Predictor
 from earl_core.selector.choice.prediction import NoFeasiblePlan
 from earl_core.selector.choice.selection import SelectionInput, fixed_plan
+from tests.config.test_critic import GAE
+from tests.config.test_stage_keys import BASE
 from tests.selector.examples import GIB, given, host
 
 CRITIC = CriticConfig()
@@ -74,6 +78,15 @@ def test_its_minibatches_are_its_own() -> None:
     assert many.formula_peak(critic, many.now) < 0.9 * few.formula_peak(critic, few.now)
     update = critic._replace(stage="update")
     assert many.formula_peak(update, many.now) == few.formula_peak(update, few.now)
+
+
+def test_measurements_hold_for_critics_that_take_as_many_steps() -> None:
+    def mark(**critic: float) -> str:
+        config = parse_config(BASE | GAE | {"critic": critic})
+        return fingerprint_of(config, asked.hardware, asked.model)
+
+    asked = given(critic=CRITIC)
+    assert mark() == mark(learning_rate=1e-3) != mark(minibatches=8)
 
 
 def test_a_choice_with_a_critic_takes_little_time() -> None:
