@@ -270,9 +270,10 @@ class Predictor:
         """Return the reason why a host of GPUs cannot hold what its ranks leave there for the
         engines' time, and engines of an adapter for its own, beside published versions; or ""."""
         ranks = min(candidate.ranks, self.hardware.devices_per_host)
-        learners = [self] if self.given.critic is None else [self, self._apart["critic"]]
         state = candidate, self.given.update.mixed
-        needed = ranks * sum(each.memory.resting(*state) for each in learners)
+        needed = ranks * self.memory.resting(*state)
+        if self.given.critic is not None:
+            needed += ranks * self._apart["critic"].memory.resting(*state)
         needed += self.given.weight_versions * self._value * self.shape.trained_parameters
         if self.shape.adapter is not None:
             engines = math.ceil(self.configured["rollout"].replicas / self.hardware.hosts)
@@ -304,8 +305,7 @@ class Predictor:
         waves = fmean(self.given.statistics.played_share or (1.0,))
         seconds = waves * self.roofline.rollout_seconds(candidate, load, rate)
         filled = offered * load.context / capacity if capacity > 0 else math.inf
-        if self._torch_engine:
-            filled = 0.0
+        filled = 0.0 if self._torch_engine else filled
         row = Prediction(candidate, seconds, peak, budget, filled, measured, problem)
         return self._overlapped(row, load) if self.given.staleness else row
 
