@@ -8,6 +8,7 @@ import pytest
 
 from earl_core.config import ConfigError, parse_config
 from earl_core.config.stage_keys import stage_settings
+from earl_core.run.model_card import model_card
 from flows.cli.debugging import prompts_for_debugging
 from tests.config.test_stage_keys import BASE, RUNS
 
@@ -36,6 +37,13 @@ def test_what_freezes_its_routers_is_in_its_key() -> None:
 def test_a_debugged_iteration_has_a_prompt_for_each_of_its_minibatches() -> None:
     assert prompts_for_debugging(parse_config(BASE | GAE)) == 2
     assert prompts_for_debugging(parse_config(BASE | GAE | {"critic": {"minibatches": 7}})) == 7
+
+
+def test_a_model_card_says_how_long_the_critic_was_trained_alone() -> None:
+    config = parse_config(BASE | GAE | {"critic": {"warmup_iterations": 2}})
+    assert "by 3 iterations of 5" in (card := model_card(config, 3, "the last one", [], []))
+    assert "the first 2 of a critic alone" in card
+    assert "critic alone" not in model_card(parse_config(BASE | GAE), 3, "the last one", [], [])
 
 
 @pytest.mark.parametrize(
