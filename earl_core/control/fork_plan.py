@@ -57,7 +57,7 @@ class ForkPlan:
                 "a fork begins with a checkpoint, and before the first iteration there is none: "
                 f"begin anew with the settings in {parent / 'config.yaml'}"
             )
-        begins = find_checkpoint(parent, before, which)
+        begins = find_checkpoint(parent, before, which, trained=True)
         beside = json.dumps(str(parent.parent), ensure_ascii=False)
         place = [f"name={name}", f"runs_directory={beside}"]
         settings = config_of_run(parent, [*overrides, *place])

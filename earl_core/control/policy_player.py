@@ -65,9 +65,11 @@ class PlayedPolicy:
     damaged: tuple[str, ...] = ()
 
 
-def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> PlayedPolicy:
+def find_checkpoint(
+    run: Path, config: RunConfig, which: str = "last", trained: bool = False
+) -> PlayedPolicy:
     """`last`, `best` (of those evaluated), `initial` (before training) or the number of an
-    iteration.
+    iteration. trained: the caller takes no `initial`, so no message offers it.
 
     Every file of it is verified. Where the last one is damaged, the last whole one is taken. Raises
     `ConfigError` with the checkpoints there are, `CheckpointError` for a damaged one, `RunDamaged`
@@ -86,15 +88,18 @@ def find_checkpoint(run: Path, config: RunConfig, which: str = "last") -> Played
     listed = ", ".join(map(str, found)) or "none yet"
     if not (which in ("last", "best") or which.isdecimal()):
         raise ConfigError(
-            "a checkpoint is `last`, `best`, `initial` or the number of an iteration, not "
-            f"{which!r}; {run} has {listed}"
+            f"a checkpoint is `last`, `best`, {'' if trained else '`initial` '}or the number of an "
+            f"iteration, not {which!r}; {run} has {listed}"
         )
     if found and which == "best":
         which = str(best_checkpoint(run, config.gates))
     if not found or (which != "last" and int(which) not in found):
+        ways = ["name one of them"] if found else []
+        ways += [] if trained else ["name `initial` for the model before training"]
+        asked = f" {which}" if which.isdecimal() else ""
         raise ConfigError(
-            f"{run} has no whole checkpoint {'' if which == 'last' else f'{which} '}(it has "
-            f"{listed}): name one of them, or `initial` for the model before training"
+            f"{run} has no whole checkpoint{asked} (it has {listed}): "
+            f"{', or '.join(ways) or 'train it until it has one'}"
         )
     number, damaged = newest_whole(run, found) if which == "last" else (int(which), [])
     if which != "last":

@@ -23,6 +23,7 @@ from earl_core.trajectory.samples import Episode
 from flows.cli.bisecting import bisect_runs
 from flows.cli.comparing import compare_runs
 from tasks.reports.compare_page import page
+from tasks.reports.intervals import half_interval
 from tests.cli.test_report import ARGUMENTS, CHROMIUM, HOSTILE, SECRET, Reader, config, sealed
 from tests.flows.planting import flip_a_mask
 from tests.kept import game, seal_episodes
@@ -83,6 +84,14 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(tmp_path / "shards", ignore_errors=True)
 
 
+def test_intervals_of_few_numbers_are_students() -> None:
+    for count in (2, 3, 4, 6, 16, 256):
+        values = np.random.default_rng(count).normal(size=count)
+        exact = scipy.stats.t.ppf(0.975, count - 1) * scipy.stats.sem(values)
+        assert half_interval(values.std(), count) == pytest.approx(exact, rel=2e-3)
+    assert half_interval(0.0, 1) is None
+
+
 @pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="read in Debian's Chromium")
 def test_runs_are_put_side_by_side(
     browser: Browser, runs: Path, capsys: pytest.CaptureFixture[str]
@@ -91,9 +100,9 @@ def test_runs_are_put_side_by_side(
     compare_runs(["a", "b"], str(runs), file, prompts=1)
     shown = capsys.readouterr().out
     assert SECRET not in shown + file.read_text()
-    assert "+0.250 ± 0.245" in shown
+    assert "+0.250 ± 0.252" in shown
     assert "50 (40-60)" in shown
-    assert "2.50 ± 0.98" in shown
+    assert "2.50 ± 6.35" in shown
     assert "Episodes of an equal prompt" in shown
     assert "1 equal prompt" in shown
 
@@ -107,7 +116,7 @@ def test_runs_are_put_side_by_side(
     reader.draw_all()
     legends = reader.texts("figure:first-of-type .legendtext")
     assert {"a", "a, held out", "b", "b, held out"} <= {*legends}
-    assert reader.texts("#stages tbody td") == ["rollout", "2.50 ± 0.98", "2.50 ± 0.98"]
+    assert reader.texts("#stages tbody td") == ["rollout", "2.50 ± 6.35", "2.50 ± 6.35"]
     assert reader.texts("#rows tbody td") == ["board 1", "0.75", "-1", "1.75"]
     columns = reader.page.locator("#side-by-side article")
     assert columns.count() == 2

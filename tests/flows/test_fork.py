@@ -108,8 +108,8 @@ def test_what_a_killed_fork_leaves_is_no_run_and_in_nobodys_way(
 @pytest.mark.parametrize(
     ("which", "name", "overrides", "why"),
     [
-        ("7", "new", [], "no whole checkpoint 7 .it has 0, 1, 2"),
-        ("²", "new", [], "or the number of an iteration, not '²'"),
+        ("7", "new", [], "no whole checkpoint 7 .it has 0, 1, 2.: name one of them$"),
+        ("²", "new", [], "`last`, `best`, or the number of an iteration, not '²'"),
         ("0", "new", ["name=other"], "name=other is no setting of a fork"),
         ("initial", "new", [], "before the first iteration there is none"),
         ("0", "same", [], "exists already: choose another name for the fork"),

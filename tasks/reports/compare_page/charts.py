@@ -76,8 +76,8 @@ def _seconds(found: Compared) -> Chart:
                 "run": number,
                 "x": list(known),
                 "y": [round(each.mean, 4) for each in known.values()],
-                "low": [round(each.mean - each.error, 4) for each in known.values()],
-                "high": [round(each.mean + each.error, 4) for each in known.values()],
+                "low": [round(each.mean - (each.error or 0.0), 4) for each in known.values()],
+                "high": [round(each.mean + (each.error or 0.0), 4) for each in known.values()],
             }
         )
     return {

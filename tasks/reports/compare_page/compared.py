@@ -13,20 +13,20 @@ from earl_core.deployment.stages import STAGES
 from earl_core.run.record import FORKED
 from earl_core.secrets import shareable_tree
 from earl_core.system.errors import ConfigError
+from tasks.reports.intervals import half_interval
 from tasks.reports.lines import Line, mean_return, signed, total_seconds
 from tasks.reports.run_page.records import RunRecords, read_records
 
-_Z95 = 1.959963984540054
 _SECONDS = "stage_seconds"
 _NOT_SET = "not set"
 
 
 class StageSeconds(NamedTuple):
-    """Seconds that a stage takes in an iteration. error: half of the mean's 95 % interval, 0 of a
-    single iteration."""
+    """Seconds that a stage takes in an iteration. error: half of the mean's 95 % interval, None of
+    a single iteration."""
 
     mean: float
-    error: float
+    error: float | None
     iterations: int
 
 
@@ -114,18 +114,17 @@ def stage_seconds(iterations: Sequence[Line], stage: str) -> StageSeconds | None
     if not values:
         return None
     mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return StageSeconds(mean, 0.0, 1)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return StageSeconds(mean, _Z95 * math.sqrt(variance / len(values)), len(values))
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    return StageSeconds(mean, half_interval(spread, len(values)), len(values))
 
 
 def return_text(line: Line) -> str:
     """An evaluation's mean return with half of its 95 % interval, such as `+0.125 ± 0.080`."""
     text = signed(mean_return(line), 3)
-    if "return/std" not in line or not line.get("episodes"):
+    if "return/std" not in line:
         return text
-    return f"{text} ± {_Z95 * float(line['return/std']) / math.sqrt(line['episodes']):.3f}"
+    error = half_interval(line["return/std"], line.get("episodes", 0))
+    return text if error is None else f"{text} ± {error:.3f}"
 
 
 def facts(label: str, records: RunRecords) -> dict[str, str]:

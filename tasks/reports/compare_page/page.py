@@ -56,7 +56,7 @@ def seconds_text(value: StageSeconds | None) -> str:
     """Write seconds with their interval, such as `1.54 ± 0.20`."""
     if value is None:
         return ""
-    error = f" ± {value.error:.2f}" if value.iterations > 1 else ""
+    error = "" if value.error is None else f" ± {value.error:.2f}"
     return f"{value.mean:.2f}{error}"
 
 

@@ -7,20 +7,19 @@ A chart has `title`, `y` (its axis, with the unit), `kind` (`lines`, or `bars`, 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from earl_core.deployment.stages import SELECTABLE, STAGES
 from earl_core.rollout.rollout_stats import wilson_interval
+from tasks.reports.intervals import half_interval
 from tasks.reports.run_page.records import Line, RunRecords
 
 Chart = dict[str, Any]
 Series = dict[str, Any]
 Interval = Callable[[Line], tuple[float, float]]
 
-_Z95 = 1.959963984540054
 _GIB = 2.0**30
 _FAR = 10.0
 _OF_PART = re.compile(r"rollout/of/(.+)/return/mean")
@@ -219,8 +218,8 @@ def _mean_interval(key: str) -> Interval:
     episodes = key.removesuffix("return") + "episodes"
 
     def interval(line: Line) -> tuple[float, float]:
-        error = line.get(f"{key}/std", 0.0) / math.sqrt(max(line.get(episodes, 1.0), 1.0))
-        return line[f"{key}/mean"] - _Z95 * error, line[f"{key}/mean"] + _Z95 * error
+        error = half_interval(line.get(f"{key}/std", 0.0), line.get(episodes, 0)) or 0.0
+        return line[f"{key}/mean"] - error, line[f"{key}/mean"] + error
 
     return interval
 

@@ -76,7 +76,8 @@ function frame(chart) {
     xaxis: named ? { ...axis, type: "category" } : { ...axis, title: { text: "iteration" }, tickformat: "d",
       dtick: last < 8 ? 1 : undefined, range: [-0.5, last + 0.5] },
     yaxis: { ...axis, title: { text: chart.y }, type: chart.log ? "log" : "linear",
-      ...(chart.log ? { dtick: decades > 2.5 ? 1 : "D2" } : {}),
+      // Between powers of ten plotly writes digits alone: "5" may be the only label.
+      ...(!chart.log ? {} : decades > 2.5 ? { dtick: 1 } : { dtick: "D2", tickformat: ".0e" }),
       rangemode: chart.kind === "lines" ? "normal" : "tozero", exponentformat: "power",
       ...(chart.y.includes("%") ? { range: [-3, 103] } : {}) },
     shapes: (chart.marks ?? []).map((x) => (
