@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
@@ -30,8 +29,6 @@ _MOST_EPISODES = 4
 _LONGEST = 600
 """Characters of a text that is printed; the page has all of it."""
 _NARROW = 90
-_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters of control, but tabs and ends of lines."""
 
 
 def compare_runs(runs: Sequence[str], runs_directory: str, html: Path | None, prompts: int) -> None:
@@ -159,6 +156,4 @@ def _panel(label: str, episode: Played) -> RenderableType:
 
 
 def _cut(text: str) -> str:
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
-    # What a model or an environment has said is to be read, and steers no terminal.
-    return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"

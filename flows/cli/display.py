@@ -24,6 +24,7 @@ from earl_core.system.plural import plural
 from flows.cli.arguments import Show
 from flows.cli.responsive_tables import BarLine
 from flows.cli.tables import duration, evaluation_table, iteration_table, json_line
+from flows.cli.terminal import readable
 from flows.progress import Event, Pace, counted, numbers_text, preparation, work_text
 from tasks.reports.lines import Line, evaluation_text, iteration_text
 
@@ -243,7 +244,7 @@ class PlainDisplay(Display):
 
     def warn(self, text: str) -> None:
         # In one piece: several threads write.
-        print(f"{text}\n", end="", flush=True)
+        print(f"{readable(text)}\n", end="", flush=True)
 
     def _line(self, stage: str, iteration: int, event: Event) -> str:
         self._pace.heard(stage, iteration, event)
@@ -271,7 +272,7 @@ class QuietDisplay(Display):
         """Say nothing."""
 
     def warn(self, text: str) -> None:
-        print(f"{text}\n", end="", file=sys.stderr, flush=True)
+        print(f"{readable(text)}\n", end="", file=sys.stderr, flush=True)
 
 
 class JsonDisplay(QuietDisplay):

@@ -26,6 +26,7 @@ from flows.cli.curve import Series, draw
 from flows.cli.found_runs import evaluations_of, iterations_of, tracking_uri
 from flows.cli.shards import shards_command
 from flows.cli.tables import evaluation_table, iteration_table
+from flows.cli.terminal import readable
 from flows.server import Server
 from tasks.reports.lines import Line, mean_return, outcome_names, outcome_shares, signed
 from tasks.tracking.run_note import mlflow_page
@@ -65,7 +66,7 @@ def reported(debug: bool, runs_code: bool = False) -> Iterator[None]:
             traceback.print_exception(error)
             if isinstance(error, WorkerCallFailed):
                 print(f"In the worker:\n{error.raised.traceback}", file=sys.stderr)
-        print(describe(error), file=sys.stderr)
+        print(readable(describe(error)), file=sys.stderr)
         raise typer.Exit(exit_code(error)) from None
 
 
@@ -77,13 +78,16 @@ def exit_code(error: BaseException) -> int:
 def describe(error: BaseException) -> str:
     """The block: what happened and what to do, without a traceback. Notes of the error follow."""
     notes = [str(note) for note in getattr(error, "__notes__", ())]
-    return "\n".join([_without_frames("\n".join(_block(error))), *notes])
+    block = "\n".join(_block(error))
+    cut = without_frames(block)
+    if cut != block and _DEBUG_HINT not in cut:
+        cut = f"{cut.rstrip()}\n{_DEBUG_HINT}"
+    return "\n".join([cut, *notes])
 
 
-def _without_frames(text: str) -> str:
+def without_frames(text: str) -> str:
     """Cut tracebacks out of a message (those of environments come in one); their errors stay."""
-    cut, count = _FRAMES.subn(lambda m: f"{m[1]}{m[2]}\n" if m[2].strip() else "", text)
-    return f"{cut.rstrip()}\n{_DEBUG_HINT}" if count and _DEBUG_HINT not in cut else cut
+    return _FRAMES.sub(lambda m: f"{m[1]}{m[2]}\n" if m[2].strip() else "", text)
 
 
 def _block(error: BaseException) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.experience.rescoring import Rescored, run_rescore
 from earl_core.run.record import config_of_run
 from earl_core.system.errors import EarlError
+from flows.cli.errors import without_frames
 from flows.cli.found_runs import find_run
 from flows.cli.tables import make_console, rows_table
 
 _FAILURES = 3
+_LONGEST = 400
 
 
 def rescore(
@@ -75,7 +78,15 @@ def _print(found: list[Rescored], rows: list[dict[str, Any]], console: Console) 
     shown = [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]
     console.print(rows_table(shown))
     for each in found:
-        # Of a traceback the line that says what was wrong; the file has all of it.
-        why = dict.fromkeys(f"{each.label}: {text.splitlines()[-1]}" for text in each.failures)
+        why = dict.fromkeys(map(_why, each.failures))
         for text in (*each.damaged, *list(why)[:_FAILURES]):
             console.print(text, style="yellow", markup=False)
+
+
+def _why(failure: str) -> str:
+    """A failure in a line; the file has all of it."""
+    lines = without_frames(failure).splitlines()
+    said = [line for line in lines if not line.startswith("  ")]
+    # Where a function was at its deadline.
+    said += [line for line in lines[-1:] if line not in said]
+    return textwrap.shorten(" ".join(said), _LONGEST)

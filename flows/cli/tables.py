@@ -11,6 +11,7 @@ from rich.console import Console
 from earl_core.config import RunConfig
 from earl_core.config.table import resolved_rows
 from flows.cli.responsive_tables import FittingTable, Row
+from flows.cli.terminal import ReadableConsole
 from tasks.reports.lines import (
     Line,
     interval,
@@ -30,12 +31,13 @@ _PIPE_WIDTH = 140
 def make_console(quiet: bool = False) -> Console:
     """Standard output; pipes and logs get lines that are wide enough for every table.
 
-    Texts are printed as they are: paths and answers may hold brackets, which rich takes for markup.
+    Texts are printed as they are, but for what steers a terminal: paths and answers may hold
+    brackets, which rich takes for markup.
     quiet: nothing of it is shown.
     """
     options: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "quiet": quiet}
-    console = Console(**options)
-    return console if console.is_terminal else Console(**options, width=_PIPE_WIDTH)
+    console = ReadableConsole(**options)
+    return console if console.is_terminal else ReadableConsole(**options, width=_PIPE_WIDTH)
 
 
 def resolved_table(config: RunConfig) -> FittingTable:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 from playwright.sync_api import Browser, sync_playwright
 
 from earl_core.comparison import bisect, recorded_runs

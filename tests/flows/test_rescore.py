@@ -29,6 +29,9 @@ def picky(episode):
     if episode["outcome"] != "illegal":
         raise ValueError(f"no {episode['outcome']}, please")
     return 1.0
+
+def rude(episode):
+    raise ValueError("no score\\n\\x1b[2Jfor you")
 """
 
 
@@ -78,6 +81,19 @@ def test_kept_episodes_get_scores_beside_them_and_the_run_stays_as_it_is(
         assert (row["score"] is None) == (outcome != "illegal")
         why = row["failure"].strip()
         assert why == "" if outcome == "illegal" else why.endswith(f"no {outcome}, please")
+
+
+def test_a_failure_is_said_in_a_line_and_steers_no_terminal(
+    trained: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(trained.directory)
+    rescore((str(trained.run()), ""), ["new_scores:rude"], ["reward.retries=0"], False)
+    shown = capsys.readouterr().out
+    said = "ValueError: no score \N{REPLACEMENT CHARACTER}[2Jfor you"
+    (line,) = [line for line in shown.splitlines() if said in line]
+    assert line.startswith("rude: ")
+    assert line.count("rude") == 1
+    assert "\x1b" not in shown
 
 
 def test_the_queries_of_the_page_answer_of_a_run(
