@@ -18,20 +18,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
+import regex
 from pydantic import Field, field_validator, model_validator
 
-from earl_core.secrets.lookalikes import PlainText, plain
+from earl_core.secrets.expressions import (
+    SHORTEST_SPLIT,
+    Expression,
+    Reading,
+    Span,
+    Word,
+    hidden,
+    joined_spans,
+)
+from earl_core.secrets.lookalikes import plain, unbroken
 from earl_core.secrets.patterns import is_reference
 from earl_core.secrets.redactor import HIDDEN, redact
 from earl_core.secrets.references import resolve
 from earl_core.system.errors import ConfigError
+from earl_core.system.plural import plural
 from earl_core.system.settings import Settings
 
 DROPPED = "(turn dropped)"
 LEFT_OUT = "(left out)"
-
-_SHORTEST_SPLIT = 4
-"""Characters of words that are looked for over the borders of texts; shorter ones are all over."""
 
 EpisodeField = Literal[
     "iteration", "episode_id", "group_id", "prompt_id", "environment", "outcome", "finish_reason",
@@ -41,8 +49,6 @@ EpisodeField = Literal[
 
 _OF_OTHERS = ("environment", "outcome", "finish_reason", "scores", "scoring")
 """Fields that environments and reward functions fill; the rest are numbers of ours, or texts."""
-
-Span = tuple[int, int]
 
 
 class PatternRule(Settings):
@@ -124,22 +130,26 @@ class RedactionRules(Settings):
         return self
 
 
-_ANY_WORDS = ("quiz", "Jumps", "naïve", "WOLF")
-"""Words that have nothing in common: rules that hide each of them hide all that anybody says."""
+_SENTENCES = (
+    "They said that nobody knew",
+    "QUICK brown foxes jump over dogs",
+    "we will have three more of those",
+    "Bitte kommen Sie morgen früh wieder",
+)
+"""Sentences without a word in common: rules that leave less than `_LEAST` of each hide all that
+anybody says."""
+_LEAST = 0.25
 
 
 def _checked(pattern: str) -> str:
     try:
         found = re.compile(pattern)
-    except re.error as error:
+        regex.compile(pattern)
+    except (re.error, regex.error) as error:
         raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
     if found.search("") is not None:
         raise ValueError(f"{pattern!r} finds the empty text, and so all: say what it is to find")
     return pattern
-
-
-def _of_word(word: str, between: str) -> re.Pattern[str]:
-    return re.compile(between.join(map(re.escape, plain(word).text.split())))
 
 
 class Redaction:
@@ -152,17 +162,16 @@ class Redaction:
         self.given = rules is not None
         self.rules = rules = rules or RedactionRules.model_construct()
         self.found: Counter[str] = Counter()
-        self.characters = self.kept = 0
+        self.characters, self.kept = 0, False
         self._key = b"" if rules.key is None else str(resolve(rules.key)).encode()
-        if not any(map(self._leaves, _ANY_WORDS)):
+        if not any(map(self._leaves, _SENTENCES)):
             raise ConfigError("the rules hide every word: say what is to be hidden")
         self.found = Counter(dict.fromkeys(self._names(), 0))
 
     def _leaves(self, text: str) -> bool:
-        """Whether anything of the text is shown."""
-        spans = _joined([(start, stop) for start, stop, _ in self._spans(text)])
+        """Whether something of the text is shown."""
         dropped = any(pattern.search(text) for pattern in self._turns)
-        return not dropped and sum(stop - start for start, stop in spans) < len(text)
+        return not dropped and _shown_share(text, self._spans(text)) >= _LEAST
 
     def _names(self) -> Iterable[str]:
         yield from (f"word {number + 1}" for number in range(len(self.rules.words)))
@@ -175,14 +184,29 @@ class Redaction:
         return [name for name, times in self.found.items() if not times]
 
     def told(self) -> list[str]:
-        """A sentence about rules that have hidden nothing, where there are some."""
-        if not (self.unused and self.characters):
-            return []
-        return [f"rules of redaction found nothing in what was shown: {', '.join(self.unused)}"]
+        """Sentences about rules that have hidden nothing, and about those that took too long, where
+        there are some."""
+        said = []
+        if self.unused and self.characters:
+            names = ", ".join(self.unused)
+            said.append(f"rules of redaction found nothing in what was shown: {names}")
+        for name, times in self.slow.items():
+            said.append(
+                f"{name} of the rules of redaction took too long over {plural(times, 'text')}, of "
+                "which it hid all: write it without repetitions inside of repetitions"
+            )
+        return said
+
+    @property
+    def slow(self) -> dict[str, int]:
+        """Texts that rules took too long for."""
+        names = list(self._names())[len(self.rules.words) :]
+        expressions = [*self._patterns, *self._turns]
+        return {n: each.slow for n, each in zip(names, expressions, strict=True) if each.slow}
 
     def check_something_left(self) -> None:
         """Raise `ConfigError` where there were texts of episodes, and nothing is left of any."""
-        if self.characters > 0 and self.kept == 0:
+        if self.characters > 0 and not self.kept:
             raise ConfigError(
                 "the rules leave nothing of any text: name what is to be hidden, or drop the "
                 "fields `messages` and `closing`"
@@ -218,7 +242,7 @@ class Redaction:
             if pattern.search(text):
                 self.found[f"turns {number + 1}"] += 1
                 return DROPPED
-        return _hidden(text, self._spans(text))
+        return hidden(text, self._spans(text))
 
     def _texts(self, texts: Sequence[str]) -> list[str]:
         """The texts of an episode, observation and answer in turn, and what was said at its end."""
@@ -226,15 +250,13 @@ class Redaction:
         if redact(whole) != whole:
             given = [redact(text) for text in texts]
         given = self._without_turns(given)
-        hidden = [self._spans(text) for text in given]
+        holes = [self._spans(text) for text in given]
         for number, start, stop in self._split(given):
-            hidden[number].append((start, stop, HIDDEN))
-        found = [_hidden(text, spans) for text, spans in zip(given, hidden, strict=True)]
-        for before, spans, dropped in zip(texts, hidden, given, strict=True):
-            covered = sum(b - a for a, b in _joined([(a, b) for a, b, _ in spans]))
+            holes[number].append((start, stop, HIDDEN))
+        for before, spans, kept in zip(texts, holes, given, strict=True):
             self.characters += len(before)
-            self.kept += 0 if dropped == DROPPED else len(dropped) - covered
-        return found
+            self.kept = self.kept or (kept != DROPPED and _shown_share(kept, spans) > 0)
+        return [hidden(text, spans) for text, spans in zip(given, holes, strict=True)]
 
     def _value(self, value: Any) -> Any:
         """Plain data with all its text and numbers looked at, names included."""
@@ -266,14 +288,15 @@ class Redaction:
 
     def _seen(self, text: str) -> list[tuple[PatternRule | None, Span]]:
         """What the rules find in one text, by the rule; None: a word."""
-        compared = plain(text)
+        reading = Reading(text)
         found: list[tuple[PatternRule | None, Span]] = []
+        joined = unbroken(text) if self._words else None
         for number, word in enumerate(self._words):
-            for match in word.finditer(compared.text):
-                found.append((None, compared.span(*match.span())))
-                self.found[f"word {number + 1}"] += 1
+            spans = word.spans(reading, joined)
+            self.found[f"word {number + 1}"] += len(spans)
+            found += [(None, span) for span in spans]
         for rule, expression in zip(self.rules.patterns, self._patterns, strict=True):
-            spans = expression.spans(text, compared)
+            spans = expression.spans(reading)
             self.found[f"pattern {rule.name}"] += len(spans)
             found += [(rule, span) for span in spans]
         return found
@@ -283,22 +306,21 @@ class Redaction:
         and answers are read one after the other, and all together."""
         for numbers in (range(0, len(texts), 2), range(1, len(texts), 2), range(len(texts))):
             kept = [number for number in numbers if texts[number] != DROPPED]
-            parts = [plain(texts[number]) for number in kept]
+            parts = [unbroken(texts[number]) or plain(texts[number]) for number in kept]
             # Where each begins: in itself without its first white space, and in the whole.
             firsts = [len(part.text) - len(part.text.lstrip()) for part in parts]
             bodies = [part.text.strip() for part in parts]
             starts = [0, *itertools.accumulate(map(len, bodies))]
             whole = "".join(bodies)
-            for number, word in enumerate(self._split_words):
-                for match in word.finditer(whole):
-                    one = bisect_right(starts, match.start()) - 1
-                    other = bisect_right(starts, match.end() - 1) - 1
-                    if len(match[0]) < _SHORTEST_SPLIT or one == other:
+            for number, word in enumerate(self._words):
+                for begin, end in word.within(whole):
+                    one, other = bisect_right(starts, begin) - 1, bisect_right(starts, end - 1) - 1
+                    if end - begin < SHORTEST_SPLIT or one == other:
                         continue
                     self.found[f"word {number + 1}"] += 1
                     for at in range(one, other + 1):
-                        first = firsts[at] + max(match.start() - starts[at], 0)
-                        stop = firsts[at] + min(match.end() - starts[at], len(bodies[at]))
+                        first = firsts[at] + max(begin - starts[at], 0)
+                        stop = firsts[at] + min(end - starts[at], len(bodies[at]))
                         if first < stop:
                             yield (kept[at], *parts[at].span(first, stop))
 
@@ -308,58 +330,22 @@ class Redaction:
         return f"({rule.name} {self.hashed(text)})" if rule.hash else rule.replace
 
     @cached_property
-    def _words(self) -> list[re.Pattern[str]]:
-        return [_of_word(word, r"\s+") for word in self.rules.words]
+    def _words(self) -> list[Word]:
+        return [Word(word) for word in self.rules.words]
 
     @cached_property
-    def _split_words(self) -> list[re.Pattern[str]]:
-        return [_of_word(word, r"\s*") for word in self.rules.words]
+    def _patterns(self) -> list[Expression]:
+        return [Expression(rule.match) for rule in self.rules.patterns]
 
     @cached_property
-    def _patterns(self) -> list[_Expression]:
-        return [_Expression(rule.match) for rule in self.rules.patterns]
-
-    @cached_property
-    def _turns(self) -> list[_Expression]:
-        return [_Expression(pattern) for pattern in self.rules.drop_turns]
+    def _turns(self) -> list[Expression]:
+        return [Expression(pattern) for pattern in self.rules.drop_turns]
 
 
-class _Expression:
-    """A regular expression, looked for in a text as it is and as words are compared."""
-
-    def __init__(self, pattern: str) -> None:
-        self._exact, self._folded = re.compile(pattern), re.compile(pattern, re.IGNORECASE)
-
-    def search(self, text: str) -> bool:
-        """Whether it finds anything."""
-        return bool(self._exact.search(text) or self._folded.search(plain(text).text))
-
-    def spans(self, text: str, compared: PlainText) -> list[Span]:
-        """What it finds; places between characters, as of a lookahead, hold nothing to hide."""
-        found = {match.span() for match in self._exact.finditer(text) if match[0]}
-        found |= {compared.span(*m.span()) for m in self._folded.finditer(compared.text) if m[0]}
-        return _joined(found)
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Spans that overlap made one, ascending."""
-    found: list[Span] = []
-    for start, stop in sorted(spans):
-        if found and start < found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        else:
-            found.append((start, stop))
-    return found
-
-
-def _hidden(text: str, spans: Sequence[tuple[int, int, str]]) -> str:
-    """The text with others in the place of spans; where they overlap, that of the first."""
-    parts: list[str] = []
-    done = 0
-    for start, stop in _joined([(a, b) for a, b, _ in spans]):
-        instead = next(word for a, _, word in sorted(spans) if a == start)
-        # Neighbours are one hole, but those that are told apart.
-        one = parts and start == done and parts[-1] == instead
-        parts += [] if one else [text[done:start], instead]
-        done = stop
-    return "".join([*parts, text[done:]])
+def _shown_share(text: str, spans: Iterable[tuple[int, int, str]]) -> float:
+    """The share of a text's letters and digits that lie in no span."""
+    shown = list(text)
+    for start, stop in joined_spans([(a, b) for a, b, _ in spans]):
+        shown[start:stop] = " " * (stop - start)
+    letters = sum(map(str.isalnum, text))
+    return sum(map(str.isalnum, shown)) / letters if letters else 1.0
