@@ -304,9 +304,11 @@ async def opened(config: RunConfig) -> AsyncIterator[RunController]:
         changed = await asyncio.to_thread(hosts_changed, controller, error)
         await asyncio.to_thread(close_controller, controller, changed or error)
         # Prefect stores the message with the flow run's state.
-        redact_error(error)
+        shown = redact_error(error)
         if changed not in (None, error):
-            raise changed from error
+            raise changed from shown
+        if shown is not error:
+            raise shown from None
         raise
     await asyncio.to_thread(close_controller, controller)
 

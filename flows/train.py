@@ -19,6 +19,7 @@ from earl_core.control.engine_turns import EngineTurns
 from earl_core.control.prompt_waves import follows_seal
 from earl_core.control.resume_point import StateLost, resume_point
 from earl_core.control.run_controller import BranchBegun, HostsChanged, RunController
+from earl_core.secrets import shareable_names
 from earl_core.selector.choice.prediction import NoFeasiblePlan
 from flows.flow_names import train_name
 from flows.forms import AtLeastOne, Config, Overrides, Unset, titled
@@ -276,5 +277,7 @@ async def _evaluate_if_due(controller: RunController, version: int) -> bool:
     graph = StageGraph(controller, version, PrefectRunner(controller, version))
     metrics = (await graph.evaluation()).metrics
     controller.tracker.changed()
-    controller.listener("evaluation", version, {"finished": True, "metrics": metrics})
+    controller.listener(
+        "evaluation", version, {"finished": True, "metrics": shareable_names(metrics)}
+    )
     return True

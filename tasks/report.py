@@ -107,7 +107,9 @@ def finish_iteration(
         prune_versions(run, run.stable_iterations())
     controller.finish_iteration(iteration)
     controller.tracker.changed()
-    controller.listener("iteration", iteration, {"finished": True, "metrics": metrics})
+    controller.listener(
+        "iteration", iteration, {"finished": True, "metrics": shareable_names(metrics)}
+    )
     return metrics
 
 

@@ -63,7 +63,8 @@ def stage_task(work: Callable[[StageInputs], dict[str, Any]]) -> Task[..., Stage
             return run_stage(controller, iteration, stage, lambda: work(given))
         except Exception as error:
             # Prefect stores the message with the task run's state.
-            redact_error(error)
+            if (shown := redact_error(error)) is not error:
+                raise shown from None
             raise
 
     perform.__qualname__ = name  # Prefect makes the task's key of it

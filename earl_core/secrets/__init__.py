@@ -18,6 +18,7 @@ from earl_core.secrets.redactor import (
     shareable,
     shareable_names,
     shareable_tree,
+    shareable_values,
 )
 from earl_core.secrets.references import files_of, resolve
 
@@ -38,4 +39,5 @@ __all__ = [
     "shareable",
     "shareable_names",
     "shareable_tree",
+    "shareable_values",
 ]

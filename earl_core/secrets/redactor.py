@@ -32,6 +32,7 @@ HIDDEN = "(hidden)"
 E = TypeVar("E", bound=BaseException)
 V = TypeVar("V")
 
+_LINE = ("iteration", "iterations", "time")
 _SHORTEST = 4
 _SHORTEST_LINE = 16
 _lock = threading.Lock()
@@ -94,9 +95,18 @@ def shareable_tree(value: Any) -> Any:
     return _tree(value, shareable)
 
 
+def shareable_values(value: Any) -> Any:
+    """Plain data with all its text as it may leave the run directory, but for keys, which are ours:
+    pages and programs read it by them."""
+    return _tree(value, shareable, names=False)
+
+
 def shareable_names(numbers: Mapping[str, V]) -> dict[str, V]:
-    """Those whose names the rules do not change: environments and reward functions name some."""
-    return {name: value for name, value in numbers.items() if not (_rules and _changed(name))}
+    """Those whose names the rules do not change: environments and reward functions name some. Each
+    line has the number and the time of its iteration, whatever rules say."""
+    if not _rules:
+        return dict(numbers)
+    return {name: value for name, value in numbers.items() if name in _LINE or not _changed(name)}
 
 
 @lru_cache(maxsize=65536)
@@ -104,30 +114,63 @@ def _changed(name: str) -> bool:
     return any(hide(name) != name for hide in list(_rules.values()))
 
 
-def _tree(value: Any, change: Callable[[str], str]) -> Any:
+def _tree(value: Any, change: Callable[[str], str], names: bool = True) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {_tree(name, change): _tree(item, change) for name, item in value.items()}
+        return {
+            _tree(name, change) if names else name: _tree(item, change, names)
+            for name, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return type(value)(_tree(item, change) for item in value)
+        return type(value)(_tree(item, change, names) for item in value)
     return value
 
 
-def redact_error(error: E) -> E:
-    """The same exception with its texts, and those of its causes, as they may leave the run
-    directory."""
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        one.args = tuple(shareable(item) if isinstance(item, str) else item for item in one.args)
-        if isinstance(one, EarlError):
-            one.remedy = shareable(one.remedy)
-        if hasattr(one, "__notes__"):
-            one.__notes__ = [shareable(str(note)) for note in one.__notes__]
-        one = one.__cause__ or one.__context__
-    return error
+def redact_error(error: E) -> E | RedactedError:
+    """The same exception with its texts, and those of its causes and parts, as they may leave the
+    run directory; in the place of one that makes its text of something else, one with the text."""
+    return _redacted(error, set())
+
+
+class RedactedError(EarlError):
+    """Stands for an exception whose text cannot be changed."""
+
+
+def _redacted(error: E, seen: set[int]) -> E | RedactedError:
+    if id(error) in seen:
+        return error
+    seen.add(id(error))
+    error.args = tuple(map(_told, error.args))
+    if isinstance(error, OSError):
+        for name in ("strerror", "filename", "filename2"):
+            if isinstance(value := getattr(error, name), str | bytes):
+                setattr(error, name, _told(value))
+    if isinstance(error, EarlError):
+        error.remedy = shareable(error.remedy)
+    if hasattr(error, "__notes__"):
+        error.__notes__ = [shareable(str(note)) for note in error.__notes__]
+    for part in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+        _redacted(part, seen)
+    if error.__cause__ is not None:
+        error.__cause__ = _redacted(error.__cause__, seen)
+    elif error.__context__ is not None:
+        error.__context__ = _redacted(error.__context__, seen)
+    # Errors of ours are told apart by their classes, and keep them.
+    if isinstance(error, EarlError) or (shown := shareable(str(error))) == str(error):
+        return error
+    return RedactedError(f"{type(error).__name__}: {shown}")
+
+
+def _told(value: Any) -> Any:
+    """An argument of an exception as it may be shown; what is no text stays where its words do."""
+    if isinstance(value, str):
+        return shareable(value)
+    try:
+        text = repr(value)
+    except Exception:  # code of others
+        return HIDDEN
+    return value if (shown := shareable(text)) == text else shown
 
 
 @lru_cache(maxsize=8)

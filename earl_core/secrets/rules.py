@@ -165,7 +165,10 @@ class Redaction:
         self.characters, self.kept = 0, False
         self._key = b"" if rules.key is None else str(resolve(rules.key)).encode()
         if not any(map(self._leaves, _SENTENCES)):
-            raise ConfigError("the rules hide every word: say what is to be hidden")
+            raise ConfigError(
+                "the rules hide every word: say what is to be hidden, and (?-i:...) around what "
+                "tells capitals apart in a pattern"
+            )
         self.found = Counter(dict.fromkeys(self._names(), 0))
 
     def _leaves(self, text: str) -> bool:

@@ -12,7 +12,7 @@ from rich.console import Console
 from earl_core.comparison import Bisection, bisect, recorded_runs
 from earl_core.comparison.bisection import Difference
 from earl_core.comparison.rows import RowDifference
-from earl_core.secrets import shareable_tree
+from earl_core.secrets import shareable_values
 from earl_core.system.plural import plural
 from flows.cli.found_runs import find_run
 from flows.cli.tables import make_console, rows_table
@@ -27,7 +27,7 @@ def bisect_runs(one: str, other: str, runs_directory: str, as_json: bool) -> Non
     `RunDamaged`."""
     found = bisect(*recorded_runs([find_run(run, runs_directory) for run in (one, other)]))
     if as_json:
-        print(json.dumps(shareable_tree(_plain(found)), indent=1))
+        print(json.dumps(shareable_values(_plain(found)), indent=1))
         return
     _print(found, make_console())
 
@@ -109,7 +109,7 @@ def _print_rows(rows: RowDifference, source: str, console: Console) -> None:
 
 
 def _list(heading: str, lines: Iterable[str], console: Console) -> None:
-    lines = shareable_tree(list(lines))
+    lines = shareable_values(list(lines))
     if lines:
         console.print(heading, style="bold")
         for line in lines:

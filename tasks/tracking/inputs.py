@@ -10,7 +10,7 @@ import xxhash
 
 from earl_core.config import RunConfig
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.secrets import redact_tree, shareable_tree
+from earl_core.secrets import redact_tree, shareable, shareable_tree
 from earl_core.system.files import canonical_json
 
 
@@ -44,4 +44,6 @@ def _played(
     source = {"environment": name, "options": redact_tree(options), "tools": environment.tools}
     digest = xxhash.xxh3_64_hexdigest(canonical_json(source))
     title = f"{name} ({label})" if label else name
-    return PlayedInput(title, digest, json.dumps(shareable_tree(source), default=str), context)
+    return PlayedInput(
+        shareable(title), digest, json.dumps(shareable_tree(source), default=str), context
+    )

@@ -175,7 +175,7 @@ class MlflowRun:
 
         cut = {
             key[:_KEY_LIMIT]: shareable(value)[:_PARAMETER_LIMIT]
-            for key, value in parameters.items()
+            for key, value in shareable_names(parameters).items()
         }
         found = patient(lambda: self.client.get_run(self.run_id)).data
         there = found.params

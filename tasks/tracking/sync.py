@@ -21,7 +21,7 @@ from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged
 from earl_core.run.kept_episodes import read_episodes
-from earl_core.secrets import shareable, shareable_tree
+from earl_core.secrets import shareable, shareable_values
 from tasks.reports.chart import selector_chart
 from tasks.reports.guard_report import newest_finding
 from tasks.tracking.inputs import played_inputs
@@ -207,7 +207,7 @@ def _new_layout(run: RunDirectory, iteration: int) -> Send | None:
     plan, before = _plan(run, iteration), _plan(run, iteration - 1)
     if all(plan.get(part) == before.get(part) for part in ("stages", "policy")):
         return None
-    text = json.dumps(shareable_tree(plan), indent=1)
+    text = json.dumps(shareable_values(plan), indent=1)
     return lambda mlflow: mlflow.log_text(text, f"plans/{iteration:06d}.json")
 
 

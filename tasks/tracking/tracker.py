@@ -23,7 +23,7 @@ from earl_core.control.run_controller import Status
 from earl_core.deployment.shapes import Hardware
 from earl_core.run import RunDirectory
 from earl_core.run.record import flat, lineage, lineage_names
-from earl_core.secrets import redact
+from earl_core.secrets import redact, shareable
 from earl_core.system.import_path import installed
 from tasks.tracking import mlflow_client
 from tasks.tracking.mlflow_client import MlflowRun, open_mlflow_run
@@ -207,7 +207,8 @@ class Tracker:
             tags = _tags(run.path, run.uid, self._hardware)
             tags["earl.attempt"] = str(run.attempt)
             tags |= _lineage_tags(run.record)
-            return mlflow, mlflow.describe(_parameters(run.config), tags)
+            shown = {name: shareable(value) for name, value in tags.items()}
+            return mlflow, mlflow.describe(_parameters(run.config), shown | {"earl.uid": run.uid})
 
         mlflow, tags = self._call(connect)
         self._sent, self._tags = sent_before(run, tags), {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.comparison import EqualPrompt
-from earl_core.secrets import shareable_tree
+from earl_core.secrets import shareable_values
 from earl_core.system.plural import plural
 from tasks.reports.compare_page.charts import compared_sections
 from tasks.reports.compare_page.compared import Compared, StageSeconds, facts
@@ -47,7 +47,7 @@ def write_page(found: Compared, output: Path) -> Written:
         "commands": _commands(found),
     }
     # Calls of tools are not marked: runs may have other forms of them.
-    data = {**shareable_tree(told), "sections": compared_sections(found), "tools": []}
+    data = {**shareable_values(told), "sections": compared_sections(found), "tools": []}
     page = filled("compare.html", ("compare.js",), data, {"prompts": encoded(prompts)})
     return Written(output, write(output, page), len(prompts))
 

@@ -15,7 +15,7 @@ from earl_core.deployment.plan import DeploymentPlan
 from earl_core.rollout.chat.tool_calls import FORMATS
 from earl_core.run.branches import Branches
 from earl_core.run.record import lineage_names
-from earl_core.secrets import find_secrets, shareable_tree
+from earl_core.secrets import find_secrets, shareable_values
 from earl_core.secrets.rules import Redaction
 from earl_core.selector.choice.changes import infeasible_text, stage_changes
 from earl_core.selector.choice.explain import deployment_text
@@ -80,7 +80,7 @@ def write_page(
         _how_many(*counts, _why_no_tokens(tokens, redaction)),
         *packed.damaged,
     ]
-    data = {**_told(records), "notes": shareable_tree(notes), "tools": _tool_patterns(records)}
+    data = {**_told(records), "notes": shareable_values(notes), "tools": _tool_patterns(records)}
     return Written(output, write(output, _filled(data, packed)), *counts, redaction.told())
 
 
@@ -106,7 +106,7 @@ def _told(records: RunRecords) -> dict[str, Any]:
         "versions": versions(),
         "commands": list(commands(records)),
     }
-    return {**shareable_tree(said), "sections": sections(records)}
+    return {**shareable_values(said), "sections": sections(records)}
 
 
 def _why_no_tokens(tokens: TokenTexts | None, redaction: Redaction) -> str:
