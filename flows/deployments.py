@@ -7,6 +7,7 @@ package suffices.
 
 from __future__ import annotations
 
+import json
 import urllib.error
 from collections.abc import Iterator
 from importlib import import_module
@@ -55,7 +56,7 @@ def deployments(runs_directory: str = "runs") -> Iterator[Deployment]:
     of runs by default."""
     if runs_directory != "runs":
         runs_directory = str(Path(runs_directory).resolve())
-    elsewhere = [] if runs_directory == "runs" else [f"runs_directory={runs_directory}"]
+    elsewhere = [] if runs_directory == "runs" else [f"runs_directory={json.dumps(runs_directory)}"]
     overrides = {"overrides": elsewhere} if elsewhere else {}
     run = {"run": f"{runs_directory}/{FIRST_RUN}"}
     yield Deployment(

@@ -8,7 +8,7 @@ hosts it is received, once for all ranks of a host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -150,10 +150,15 @@ class Reader:
         engines = len(set(self.site.hosts_of("rollout")))
         return Move("next rollout", "publish", ("weights",), version * engines, received)
 
-    def moves(self, manifests: Mapping[str, Manifest]) -> list[Move]:
-        """What the stages read of these manifests, stage by stage, source by source."""
+    def moves(
+        self, manifests: Mapping[str, Manifest], finished: Container[str] | None = None
+    ) -> list[Move]:
+        """What the stages read of these manifests, stage by stage, source by source. finished: the
+        stages that have; None: all."""
         found = []
         for stage in reading(self.config, self.site.plan.iteration):
+            if finished is not None and stage.name not in finished:
+                continue
             names = [name for name in stage.reads if name in manifests]
             found += _moves(stage.name, names, self.plans(stage.name, manifests))
         return found

@@ -41,6 +41,7 @@ from earl_core.system.plural import plural
 from earl_core.system.shared_memory import VERSIONS, Need, enlarge, room_in
 from flows.cli.found_runs import find_run
 from flows.cli.plan_arguments import find_hardware, find_model, parse_contexts
+from flows.cli.plan_file import past_explanation
 from flows.cli.tables import make_console, rows_table
 from tasks.reports.plan_report import candidate_tables
 
@@ -80,6 +81,10 @@ def explain_run(run: str, runs_directory: str, explain: bool, as_json: bool = Fa
         if rows := outcome_rows(inputs[-1], plan, seen):
             console.print("\nPredicted and measured", style="bold")
             console.print(rows_table(rows))
+        try:
+            past_explanation(path, inputs[-1], plan).print(console)
+        except ConfigError as error:
+            console.print(f"\nWho is where is not told: {error}", style="yellow")
     _print_again(inputs[-1], plan, console)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,13 @@ from earl_core.control.shared_memory_need import version_bytes
 from earl_core.control.stage_moves import Move, Reader, expected_manifests
 from earl_core.control.stage_places import Seat, Site
 from earl_core.control.teachers import find_teachers, reference_shapes
+from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import Hardware, ModelShape
+from earl_core.deployment.stages import STAGES
+from earl_core.dispatch import Manifest, read_manifest
 from earl_core.learner.data.samples import RowCost
 from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.run.record import stored_config
 from earl_core.selector.choice.automatic import configured_layout, under_live_tokens
 from earl_core.selector.choice.expected_load import loads
 from earl_core.selector.choice.explain import plan_rows
@@ -64,13 +68,7 @@ def explain_file(
     would refuse.
     """
     config = find_configuration(what, runs_directory, list(overrides))
-    needed = {key: code for key, code in named_code(config).items() if key.startswith(_PLANNED_BY)}
-    if only_looks() and needed:
-        shown = ", ".join(f"{key} ({code})" for key, code in needed.items())
-        raise ConfigError(
-            f"the plan follows from code that the run file names, which was not imported: {shown}",
-            remedy="if you trust it, add --run-code",
-        )
+    _check_code(config)
     told = explanation(config, place, model, context)
     if as_json:
         print(json.dumps(told.plain()))
@@ -81,24 +79,32 @@ def explain_file(
         told.print(console)
 
 
-class Explanation:
-    """Who is where, and what moves, in the first iteration of a run.
+def _check_code(config: RunConfig) -> None:
+    """Raise `ConfigError` where a plan follows from code that may not be imported here."""
+    needed = {key: code for key, code in named_code(config).items() if key.startswith(_PLANNED_BY)}
+    if only_looks() and needed:
+        shown = ", ".join(f"{key} ({code})" for key, code in needed.items())
+        raise ConfigError(
+            f"the plan follows from code that the run file names, which was not imported: {shown}",
+            remedy="if you trust it, add --run-code",
+        )
 
-    load: that the plan assumes. version: bytes of published weights.
+
+class Explanation:
+    """Who is where, and what moves, in an iteration.
+
+    load: that the plan assumes; None: the moves are of what was sealed.
     """
 
-    def __init__(self, given: SelectionInput, site: Site, load: Load, version: int) -> None:
-        self.site, self.load = site, load
-        reader = Reader(site.config, site, RowCost.of(given.model))
+    def __init__(self, site: Site, moves: list[Move], load: Load | None) -> None:
+        self.site, self.moves, self.load = site, moves, load
         self.seats: list[Seat] = site.seats()
-        self.moves: list[Move] = reader.moves(expected_manifests(reader, load))
-        self.moves.append(reader.weights(version))
 
     def plain(self) -> dict[str, Any]:
         """The same as JSON."""
         return {
             "plan": self.site.plan.model_dump(mode="json"),
-            "load": self.load._asdict(),
+            "load": self.load._asdict() if self.load else None,
             "places": [seat._asdict() for seat in self.seats],
             "moves": [{**move._asdict(), "by": move.ways} for move in self.moves],
         }
@@ -107,13 +113,18 @@ class Explanation:
         """Print both as tables."""
         console.print("\nWho is where", style="bold")
         console.print(rows_table([_seat_row(seat) for seat in self.seats]))
-        console.print("\nWhat moves in an iteration", style="bold")
+        what = "What moves in an iteration" if self.load else "What has moved, by what is sealed"
+        console.print(f"\n{what}", style="bold")
         console.print(rows_table([move_row(move) for move in self.moves]))
-        load = self.load
+        assumed = ""
+        if load := self.load:
+            assumed = (
+                f"Assumed: {load.episodes:,} episodes of {load.context:,.0f} tokens and "
+                f"{load.turns:,.0f} turns; texts are not counted. "
+            )
         console.print(
-            f"Assumed: {load.episodes:,} episodes of {load.context:,.0f} tokens and "
-            f"{load.turns:,.0f} turns; texts are not counted. Each byte counts once for all ranks "
-            "of a host. Mapped bytes are read where they lie, and are not copied.",
+            f"{assumed}Each byte counts once for all ranks of a host. Mapped bytes are read where "
+            "they lie, and are not copied.",
             style="dim",
         )
 
@@ -175,7 +186,36 @@ def explanation(
     version = given.rollout.value_bytes * given.model.trained_parameters
     if not model:
         version = version_bytes(settings)
-    return Explanation(given, Site(settings, plan, names, resources), loads(given)[0], version)
+    site, load = Site(settings, plan, names, resources), loads(given)[0]
+    reader = Reader(settings, site, RowCost.of(given.model))
+    moves = reader.moves(expected_manifests(reader, load))
+    return Explanation(site, [*moves, reader.weights(version)], load)
+
+
+def past_explanation(run: Path, given: SelectionInput, plan: DeploymentPlan) -> Explanation:
+    """Who was where, and what moved, in an iteration of a run, by its sealed plan and those of its
+    stages that are sealed. given: what the plan was chosen by. Raises `ConfigError`."""
+    config = stored_config(run)
+    _check_code(config)
+    folder = run / "iterations" / f"{plan.iteration:06d}"
+    files = {name: folder / f"{name}.json" for name in STAGES}
+    sealed = {name: read_manifest(file) for name, file in files.items() if file.is_file()}
+    site = Site(config, plan, *_hosts_of(sealed, given.hardware))
+    reader = Reader(config, site, RowCost.of(given.model))
+    moves = reader.moves(sealed, finished=sealed)
+    if "publish" in sealed:
+        moves.append(reader.weights(round(sealed["publish"].metrics["bytes"])))
+    return Explanation(site, moves, None)
+
+
+def _hosts_of(
+    sealed: Mapping[str, Manifest], hardware: Hardware
+) -> tuple[list[str], list[HostResources]]:
+    """Names of hosts, those of shards first, and what each has."""
+    here = sorted({entry.host for each in sealed.values() for entry in each.shards})
+    most = range(max(hardware.hosts, len(here)))
+    names = [*here, *(f"host-{n}" for n in most if f"host-{n}" not in here)][: len(most)]
+    return names, [_resources(hardware)] * len(names)
 
 
 def _shape(config: RunConfig) -> ModelShape:

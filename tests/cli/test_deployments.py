@@ -45,7 +45,13 @@ def test_runs_elsewhere_are_found_there() -> None:
     for item in deployments("/data/runs"):
         given = item.parameters
         assert given.get("run", "/data/runs/").startswith("/data/runs/")
-        assert "run" in given or given["overrides"] == ["runs_directory=/data/runs"]
+        assert "run" in given or given["overrides"] == ['runs_directory="/data/runs"']
+
+
+def test_a_directory_of_runs_is_one_text_whatever_its_name_is() -> None:
+    for name in ("/data/runs # old", "/data/a: b", "/data/runs"):
+        (train, *_) = deployments(name)
+        assert load_config("tictactoe_tiny", train.parameters["overrides"]).runs_directory == name
 
 
 def test_names_are_unique_and_a_profile_has_its_minutes() -> None:
