@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from earl_core.config import RunConfig, load_config
+from flows.cli import playing
 from flows.cli.curve import HEIGHT, WIDTH, Series, draw
 from flows.cli.display import LiveDisplay, PlainDisplay, make_display
 from flows.cli.errors import next_commands
@@ -353,3 +354,15 @@ def test_durations() -> None:
 def test_boards_are_found_in_what_the_model_sees(text: str, first_row: list[str] | None) -> None:
     rows = find_board(text)
     assert (rows[0] if rows else None) == first_row
+
+
+def test_what_is_played_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    class Player:
+        def play_one(self, *_: object) -> dict[str, object]:
+            turn = {"observation": "\x1b]0;title\x07look", "answer": "\x1b[2Jgone", "reward": 1.0}
+            return {"turns": [turn], "closing": "\x9b1mbye", "outcome": "w\x1bn", "return": 1.0}
+
+    assert playing._watch(Player(), make_console(), (0, 0), None, "") == "w\x1bn"
+    printed = capsys.readouterr().out
+    assert "look" in printed
+    assert not {"\x1b", "\x07", "\x9b"} & set(printed)

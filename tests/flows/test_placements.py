@@ -17,8 +17,9 @@ from earl_core.deployment.stages import STAGES
 from earl_core.dispatch import Manifest, read_manifest
 from earl_core.learner.data.samples import RowCost
 from earl_core.pretrained.model_directory import read_model_shape
+from earl_core.selector.choice.selection import SelectionInput
 from earl_core.weights.manifest import WeightsManifest
-from flows.cli.plan_file import explanation
+from flows.cli.plan_file import explanation, past_explanation
 from tests.flows.runs import Runs
 
 OWN = ("stages.placement=tests.flows.placements:APART", "deadlines.repeats=0")
@@ -72,6 +73,17 @@ def test_what_is_said_to_move_has_moved(runs: Runs) -> None:
     assert received.keys() == {"reward", "reference", "advantage", "update"}
     assert received == {stage: line[f"{stage}/remote_bytes"] for stage in received}
     assert min(received.values()) > 0
+    folder = runs.run() / "iterations" / "000000"
+    given = SelectionInput.model_validate_json((folder / "selection.input").read_bytes())
+    past = past_explanation(runs.run(), given, plan)
+    assert past.moves[:-1] == moves
+    assert [m[:3] for m in past.moves[-1:]] == [("next rollout", "publish", ("weights",))]
+    assert {seat.host for seat in past.seats} == set(site.names)
+    # An iteration under way tells of what has been read so far.
+    (folder / "update.json").rename(folder / "update.gone")
+    assert past_explanation(runs.run(), given, plan).moves[:-1] == [
+        move for move in moves if move.to != "update"
+    ]
     assert_expected(config, site, moves, sealed)
 
 

@@ -111,6 +111,43 @@ def test_planted_secrets_are_in_no_page_and_no_trace(
     assert read_episodes(run.episodes_path(3), None)[0]["closing"] == TEXTS[-1]
 
 
+def test_words_of_our_own_leave_pages_and_curves_whole(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = "iteration, name, reward, facts, events, time, rollout, settings, state, seed, Lovelace"
+    run = confidential(runs, "first", f"words: [{words}]")
+    other = confidential(runs, "second", f"words: [{words}]")
+    tracker = runs.tracker(run)
+    tracker.changed()
+    tracker.close()
+    assert warnings_in(caplog) == []
+    client = MlflowClient(tracking_uri=tracker.uri)
+    data = client.get_run(tracker.run_id).data
+    assert "evaluation.every" in data.params
+    assert "seed" not in data.params
+    page = runs.path / "page.html"
+    report(str(run.path), "", page, 10)
+    for key in ("facts", "events", "name", "sections"):
+        assert f'"{key}":'.encode() in page.read_bytes()
+    compare_runs([str(run.path), str(other.path)], "", page, prompts=1)
+    assert b'"labels":' in page.read_bytes()
+    assert b"Lovelace" not in page.read_bytes() + unpacked(page.read_bytes())
+
+
+def test_names_in_settings_reach_no_tracker(runs: Runs) -> None:
+    (runs.path / "rules.yaml").write_text(f"words: [{PERSON}]")
+    run = runs.run(
+        "first",
+        tracking={"redact": str(runs.path / "rules.yaml")},
+        environment={"name": "tictactoe", "options": {f"of {PERSON}": {PERSON: 1}}},
+    )
+    run.append_metrics(0, {"rollout/return/mean": 0.5})
+    tracker = runs.tracker(run)
+    tracker.changed()
+    tracker.close()
+    assert b"Lovelace" not in (runs.path / "runs" / "mlflow.db").read_bytes()
+
+
 @pytest.mark.parametrize("how", ["drop", "hash"])
 def test_any_field_may_be_missing(runs: Runs, how: str) -> None:
     """Pages and traces are made of what is left."""
