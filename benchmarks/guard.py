@@ -11,6 +11,7 @@ checkpoint. Clean runs of four kinds count the warnings that nobody should see.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,13 @@ def _fill(report: Report, at_once: ThreadPoolExecutor, options: Any) -> None:
         kind: [at_once.submit(_clean, kind, seed, options) for seed in clean_seeds]
         for kind in CLEAN
     }
-    arms = {
-        (threat, guard): [at_once.submit(_threatened, threat, guard, s, options) for s in seeds]
-        for threat in options.threats
-        for guard in options.guards
+    arms: dict[tuple[str, str], list[Future[_End]]] = {
+        each: [] for each in itertools.product(options.threats, options.guards)
     }
+    # Should somebody stop it, the seeds that are done are whole.
+    for seed, (threat, guard) in itertools.product(seeds, arms):
+        run = at_once.submit(_threatened, threat, guard, seed, options)
+        arms[threat, guard].append(run)
     delays: dict[str, list[float]] = {}
     for (threat, guard), runs in arms.items():
         ends = [run.result() for run in runs]
