@@ -52,7 +52,7 @@ def main() -> None:
     explained = [row[f"explained variance, last {given.window}"] for row in report.rows]
     numbers = [each for each in explained if isinstance(each, float)]
     if numbers:
-        report.headline["explained_variance_most"] = max(numbers)
+        report.headline["explained_variance_least"] = min(numbers)
     publish(report, given)
 
 
