@@ -81,10 +81,10 @@ def test_a_critic_is_warmed_up_alone(runs: Runs) -> None:
     its learning rate rises. After an iteration without a critic there is none to go on with, which
     is said before anything is played."""
     warm = "critic={learning_rate: 0.001, warmup_iterations: 1}"
-    with_it = [CRITIC[0], warm, "update.warmup_iterations=2"]
+    with_it = [CRITIC[0], warm, "update.warmup_iterations=2", "checkpoint.keep_last=3"]
     *trained, refused = runs.train_here(
         {"overrides": with_it},
-        {"overrides": ["iterations=3"]},
+        {"overrides": ["iterations=3", "checkpoint.keep_last=3"]},
         {"overrides": [*with_it, "iterations=4"]},
     )
     assert trained == [None, None]
