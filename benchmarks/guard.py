@@ -276,9 +276,12 @@ def _end(run: Path, begins: int, said: str, options: Any) -> _End:
 
 
 def _wins(run: Path, episodes: int) -> float:
-    """Percent of held-out games that the last checkpoint wins."""
-    told = _earl("evaluate", run, "--episodes", episodes, "--json")[1]
-    outcomes: dict[str, Any] = json.loads(told.splitlines()[-1])["outcomes"]
+    """Percent of held-out games that the last checkpoint wins; kept beside the run, which has
+    ended."""
+    kept = run.with_name(f"{run.name}.{episodes}.json")
+    if not kept.is_file():
+        kept.write_text(_earl("evaluate", run, "--episodes", episodes, "--json")[1])
+    outcomes: dict[str, Any] = json.loads(kept.read_text().splitlines()[-1])["outcomes"]
     return 100 * float(outcomes.get("win", {}).get("share", 0.0))
 
 
