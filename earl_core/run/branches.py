@@ -123,8 +123,15 @@ class Branches:
         return Branches((*self.opened, branch))
 
     def through(self, iteration: int) -> Branches:
-        """Those that are of the past of a run that goes on after this iteration."""
-        return Branches(tuple(each for each in self.opened if each.after <= iteration))
+        """Those that are of the past of a run that goes on after the checkpoint of this iteration.
+        Until a return is done, later checkpoints are of the branch before it."""
+        return Branches(
+            tuple(
+                each
+                for each in self.opened
+                if each.after == iteration or (each.after < iteration and not each.pending)
+            )
+        )
 
 
 def numbered(place: int, left_out: Iterable[int], count: int = 0) -> int:

@@ -31,9 +31,10 @@ from earl_core.dispatch.shards.manifest import (
     read_manifest,
     write_manifest,
 )
+from earl_core.run.branches import Branches
 from earl_core.run.directory import RunDirectory
 from earl_core.run.episodes import NAME, EpisodesDamaged, read_samples
-from earl_core.run.record import INHERITED
+from earl_core.run.record import INHERITED, read_record
 from earl_core.system.files import link_or_copy, make_directory
 from earl_core.system.plural import plural
 from earl_core.trajectory.samples import Rows
@@ -114,6 +115,9 @@ def foreseen(parent: Path, before: RunConfig, config: RunConfig, after: int) -> 
         holds[stage.name] = same and all(holds.get(each, True) for each in stage.reads)
     others = [stage.name for stage in stages if not holds[stage.name]]
     there = [each for each in map(int, _numbers(parent)) if each > after]
+    returns = Branches.of(read_record(parent)).opened
+    if any(each.pending and each.after == after for each in returns):
+        there = []  # What is about to be set aside is of another branch than the fork.
     kept = [each for each in there if _on_one_host(config) and _rows_kept(parent, each)]
     told = [stage.name for stage in stages if holds[stage.name] and stage.name in _SCHEMAS]
     if iteration not in there:

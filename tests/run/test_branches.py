@@ -16,23 +16,34 @@ from earl_core.deployment.stages import EVALUATION, STAGES
 from earl_core.dispatch import Manifest
 from earl_core.run import RunDirectory, stage_key
 from earl_core.run.branches import BRANCHES, Branches, numbered
+from earl_core.run.fork import make_fork
+from earl_core.run.inherited_stages import foreseen
+from earl_core.run.record import read_record
 from earl_core.run.recovery import complete_return, go_back
 from earl_core.run.retention import good_checkpoints
 from earl_core.system.errors import EarlError
 from tests.run.test_run_directory import config_in
+from tests.run.test_training_state import make_checkpoint
 
 
 def opened(*places: tuple[int, int], left_out: tuple[tuple[str, int], ...] = ()) -> Branches:
-    """Branches by `after` and `from_iteration`, each of which names these prompts."""
+    """Branches by `after` and `from_iteration`, each of which names these prompts; the last one is
+    pending."""
     found = Branches()
     for number, (after, at) in enumerate(places, start=1):
         named = {"kinds": ["k", "k"], "text": "t", "left_out": left_out}
+        found = settled(found)
         found = found.further(after=after, from_iteration=at, set_aside=f"s/{number}", **named)
     return found
 
 
+def settled(branches: Branches) -> Branches:
+    """The same when all returns are done."""
+    return Branches(tuple(each.model_copy(update={"pending": False}) for each in branches.opened))
+
+
 def test_each_iteration_is_of_the_last_branch_that_began_before_it() -> None:
-    branches = opened((5, 9), (7, 12), (2, 11))
+    branches = settled(opened((5, 9), (7, 12), (2, 11)))
     found = [branches.at(k) for k in range(10)]
     assert [0 if each is None else each.number for each in found] == [0, 0, 0, *[3] * 7]
     earlier = branches.through(4)
@@ -44,6 +55,30 @@ def test_each_iteration_is_of_the_last_branch_that_began_before_it() -> None:
         == 4
     )
     assert Branches.of({BRANCHES: branches.dump()}) == branches
+
+
+def test_a_fork_is_of_the_branch_that_its_checkpoint_is_of(tmp_path: Path) -> None:
+    """A return to before the checkpoint may be written down, and not done yet."""
+    config = config_in(tmp_path, iterations=5)
+    with closing(RunDirectory.open(config)) as run:
+        for k in range(3):
+            make_checkpoint(run.path, k)
+        for k in range(4):
+            given = {"run": run.uid, "iteration": k, "stage": "rollout", "key": "k"}
+            run.seal(Manifest(**given, policy_version=k))
+        begun = opened((0, 2), (1, 4))
+        for branches in (begun, settled(begun)):
+            run.update_record(**{BRANCHES: branches.dump()})
+            for k in (0, 1, 2):
+                name = f"fork{k}{branches.opened[-1].pending}"
+                fork = make_fork(run.path, k, config.model_copy(update={"name": name}))
+                own = Branches.of(read_record(fork))
+                assert not any(each.pending for each in own.opened)
+                before = opened((0, 2)) if branches is begun and k == 2 else begun
+                assert own.seed(7, k + 1) == before.seed(7, k + 1)
+                assert own.key(k + 1, "rollout") == before.key(k + 1, "rollout")
+                nothing = "done nothing after it" in foreseen(run.path, config, config, k)[0]
+                assert nothing == (branches is begun and k == 1)
 
 
 def test_without_a_branch_seeds_and_keys_stay_and_evaluations_stay_in_any(tmp_path: Path) -> None:
