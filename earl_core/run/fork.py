@@ -23,7 +23,7 @@ from earl_core.config.load import dump_config
 from earl_core.config.run import KEPT_ADAPTER, KEPT_ANCESTOR, KEPT_REFERENCES
 from earl_core.dispatch.segments.pool_directory import new_uid
 from earl_core.run.branches import BRANCHES, Branches
-from earl_core.run.checkpoints import MARKER, read_state
+from earl_core.run.checkpoints import MARKER, read_state, state_path
 from earl_core.run.episodes import NAME, PROBE_NAME
 from earl_core.run.inherited_stages import copy_seal, inherit
 from earl_core.run.policy_versions import PolicyVersions
@@ -137,8 +137,8 @@ def _copy_tree(source: Path, target: Path) -> None:
 
 
 def _record(parent: Path, record: dict[str, Any], uid: str, iteration: int) -> dict[str, Any]:
-    state = read_state(parent / "checkpoints" / f"{iteration:06d}")
-    sums = {name: listed["xxh3"] for name, listed in state["files"].items()}
+    checkpoint = parent / "checkpoints" / f"{iteration:06d}"
+    critic = state_path(checkpoint, "critic")
     forked = {
         "from": f"{parent.name}@{iteration}",
         "name": parent.resolve().name,
@@ -146,7 +146,8 @@ def _record(parent: Path, record: dict[str, Any], uid: str, iteration: int) -> d
         "uid": record["uid"],
         "iteration": iteration,
         "policy_version": PolicyVersions(parent).update(iteration).made,
-        "digest": xxhash.xxh3_128_hexdigest(canonical_json(sums)),
+        "digest": _digest(checkpoint),
+        **({"critic_digest": _digest(critic)} if critic.is_dir() else {}),
         "keys": key_uid(record),
         "ancestors": [
             {k: v for k, v in each.items() if k not in ("ancestors", "keys")}
@@ -161,6 +162,13 @@ def _record(parent: Path, record: dict[str, Any], uid: str, iteration: int) -> d
         own = (each.model_copy(update={"set_aside": "", "pending": False}) for each in opened)
         past[BRANCHES] = Branches(tuple(own)).dump()
     return {"uid": uid, "attempts": 0, FORKED: forked, **noted, **past}
+
+
+def _digest(state: Path) -> str:
+    """Of all files of a training state, by their names and checksums."""
+    files = read_state(state)["files"]
+    sums = {name: listed["xxh3"] for name, listed in files.items()}
+    return xxhash.xxh3_128_hexdigest(canonical_json(sums))
 
 
 def _rename(building: Path, target: Path) -> None:

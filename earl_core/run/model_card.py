@@ -79,7 +79,8 @@ def _lineage(ancestors: Sequence[Line]) -> str:
     for each in ancestors:
         iteration = each.get("iteration")
         at = "" if iteration is None else f", its checkpoint of iteration {iteration}"
-        rows.append(f"* `{each['name']}`{at} (digest `{each['digest']}`)")
+        critic = f", of its critic `{each['critic_digest']}`" if "critic_digest" in each else ""
+        rows.append(f"* `{each['name']}`{at} (digest `{each['digest']}`{critic})")
     head = (
         "## Ancestors\n\nTraining began with the weights of the first; each of them began with "
         "the next:\n"

@@ -214,7 +214,7 @@ def key_uid(record: Mapping[str, Any]) -> str:
 def lineage(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What a run was forked from or its ancestor, the ancestor of that and so on, by the run's
     record; empty without one. Each with from, name, path and digest, and that of a run with uid,
-    iteration and policy_version."""
+    iteration and policy_version; a fork's with critic_digest where its parent had a critic."""
     found = record.get(FORKED) or record.get("ancestor")
     return [dict(found), *found.get("ancestors", ())] if found else []
 

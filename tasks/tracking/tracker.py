@@ -318,9 +318,11 @@ def _lineage_tags(record: Mapping[str, Any]) -> dict[str, str]:
     if not names:
         return {}
     nearest = lineage(record)[0]
+    critic = nearest.get("critic_digest")
     return {
         "earl.ancestor": names[0],
         "earl.ancestor.digest": nearest["digest"],
+        **({"earl.ancestor.critic_digest": critic} if critic else {}),
         "earl.ancestor.uid": str(nearest.get("uid", "")),
         "earl.ancestors": ", ".join(names),
     }
