@@ -14,8 +14,9 @@ from earl_core.control.stage_execution import (
     StageWatch,
     training_load,
 )
-from earl_core.deployment.stages import rows_of
+from earl_core.deployment.stages import rows_of, taking_part
 from earl_core.guard.caution import KL_FACTOR, RATE_FACTOR, caution_text, is_cautious
+from earl_core.run.checkpoints import BESIDE
 from earl_core.run.policy_versions import MADE
 from earl_core.weights.probe import PREFIXES
 from tasks.publish import input_weights
@@ -35,10 +36,12 @@ def update(given: StageInputs) -> dict[str, Any]:
             # Rollouts to come play this version, too, which nobody holds after the update.
             input_weights(controller, deployment, iteration, "update")
 
+    taking = taking_part(controller.config, controller.config.imitates(iteration))
     result, sealed = trained(
         given,
         "update",
         pinned,
+        **{BESIDE: [s.role for s in taking if s.makes == "state" and s.name != "update"]},
         prompts_trained=taken.prompts,
         demonstrations_trained=taken.demonstrations,
     )

@@ -198,6 +198,10 @@ _APART = re.compile(rf"{CRITIC_FOLDER}|\.{CRITIC_FOLDER}\..*")
 """That, and what a process that was killed has left of one."""
 
 
+BESIDE = "beside"
+"""In the update's state: the other roles whose states its checkpoint has."""
+
+
 def state_path(checkpoint: Path, role: str) -> Path:
     """Where a checkpoint has the training state of a role that trains a model."""
     return checkpoint / CRITIC_FOLDER if role == "critic" else checkpoint
@@ -271,14 +275,19 @@ def verify_training_state(directory: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(run_directory: Path, iteration: int) -> dict[str, Any]:
-    """`verify_training_state` of the checkpoint of an iteration, which must be that iteration's."""
+    """`verify_training_state` of the checkpoint of an iteration, which must be that iteration's,
+    and of the critic's state in it."""
     directory = run_directory / "checkpoints" / f"{iteration:06d}"
-    state = verify_training_state(directory)
-    held, made = state.get("policy_version"), PolicyVersions(run_directory).update(iteration).made
-    if held != made:
-        raise _damaged(directory, f"it holds policy version {held}, not {made}")
-    if (critic := state_path(directory, "critic")).is_dir():
-        verify_training_state(critic)
+    state, critic = verify_training_state(directory), state_path(directory, "critic")
+    states = {directory: state}
+    if critic.is_dir():
+        states[critic] = verify_training_state(critic)
+    elif "critic" in state.get(BESIDE, ()):
+        raise _damaged(directory, f"its folder {CRITIC_FOLDER} is missing")
+    made = PolicyVersions(run_directory).update(iteration).made
+    for place, each in states.items():
+        if (held := each.get("policy_version")) != made:
+            raise _damaged(place, f"it holds policy version {held}, not {made}")
     return state
 
 

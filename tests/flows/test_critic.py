@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,9 @@ def test_sparse_checkpoints_and_a_damaged_critic(runs: Runs, undisturbed: Undist
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="critic"):
+        verify_checkpoint(runs.run(), 1)
+    shutil.rmtree(file.parents[1])
+    with pytest.raises(CheckpointError, match="critic is missing"):
         verify_checkpoint(runs.run(), 1)
 
 

@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 from earl_core.control.policy_player import find_checkpoint
-from earl_core.run.checkpoints import MARKER, describe_state, verify_checkpoint
-from earl_core.run.record import read_lines
+from earl_core.run.checkpoints import (
+    BESIDE,
+    MARKER,
+    describe_state,
+    state_path,
+    verify_checkpoint,
+)
+from earl_core.run.fork import make_fork
+from earl_core.run.model_card import model_card
+from earl_core.run.record import lineage, read_lines, read_record, write_record
 from earl_core.run.recovery import INITIAL, go_back, newest_whole, take_newest_whole
 from earl_core.tensors.errors import CheckpointError
 from tests.run.test_run_directory import config_in
@@ -26,13 +34,15 @@ FILES = (
 )
 
 
-def make_checkpoint(run: Path, iteration: int) -> Path:
+def make_checkpoint(run: Path, iteration: int, *beside: str) -> Path:
+    """beside: the other roles whose states it has."""
     path = run / "checkpoints" / f"{iteration:06d}"
-    for name in FILES:
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(f"{name} of {iteration} ".encode() * 50)
-    state = {"policy_version": iteration + 1, "run": "uid"}
-    describe_state(path, state, {"weight": [2, 3]})
+    for place, more in ((path, {BESIDE: beside}), *((state_path(path, r), {}) for r in beside)):
+        for name in FILES:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(f"{name} of {iteration} ".encode() * 50)
+        state = {"policy_version": iteration + 1, "run": "uid", **more}
+        describe_state(place, state, {"weight": [2, 3]})
     (path / MARKER).write_text("{}")
     return path
 
@@ -179,3 +189,48 @@ def test_going_back_needs_a_whole_checkpoint_and_loses_nothing(tmp_path: Path) -
     assert {name: (moved / name).read_bytes() for name in FILES} == before
     assert newest_whole(run, [1]) == (1, [])
     verify_checkpoint(run, 1)
+
+
+def lost(critic: Path) -> None:
+    shutil.rmtree(critic)
+
+
+def of_another_iteration(critic: Path) -> None:
+    shutil.rmtree(critic)
+    shutil.copytree(critic.parents[1] / "000001" / critic.name, critic)
+
+
+@pytest.mark.parametrize(("damage", "why"), [(lost, "missing"), (of_another_iteration, "version")])
+def test_a_checkpoint_without_the_critic_that_it_was_written_with_is_none(
+    damage: Callable[[Path], None], why: str, tmp_path: Path
+) -> None:
+    config, run = config_in(tmp_path), tmp_path / "runs" / "a"
+    for iteration in range(3):
+        make_checkpoint(run, iteration, "critic")
+    critic = state_path(run / "checkpoints" / "000002", "critic")
+    damage(critic)
+    with pytest.raises(CheckpointError, match=rf"damaged: it.*{why}"):
+        find_checkpoint(run, config, "2")
+    found = find_checkpoint(run, config, "last")
+    assert found.policy.parent.name == "000001"
+    assert why in found.damaged[0]
+    take_newest_whole(run)
+    assert (run / "set_aside/1/checkpoints/000002").is_dir()
+    assert newest_whole(run, [0, 1]) == (1, [])
+
+
+def test_a_fork_names_the_digests_of_policy_and_critic(tmp_path: Path) -> None:
+    config, run = config_in(tmp_path, iterations=4), tmp_path / "runs" / "a"
+    make_checkpoint(run, 0)
+    make_checkpoint(run, 1, "critic")
+    write_record(run, {"uid": "u"})
+    digests = []
+    for iteration in range(2):
+        named = config.model_copy(update={"name": f"b{iteration}"})
+        parent = lineage(read_record(make_fork(run, iteration, named)))[0]
+        digests.append(parent.get("critic_digest"))
+        assert len(parent["digest"]) == 32
+        card = model_card(config, 1, "the last", [], [], [parent])
+        assert (f"critic `{digests[-1]}`" in card) == bool(iteration)
+    assert digests[0] is None
+    assert len(digests[1]) == 32
