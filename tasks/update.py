@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from earl_core.algorithms.importance import too_small
@@ -36,11 +36,20 @@ def update(given: StageInputs) -> dict[str, Any]:
             # Rollouts to come play this version, too, which nobody holds after the update.
             input_weights(controller, deployment, iteration, "update")
 
+    factors: dict[str, float] = {}
+    if is_cautious(given.manifests.values()):
+        factors["rate_factor"] = RATE_FACTOR
+        if controller.config.algorithm.kl.placement == "loss":
+            factors["kl_factor"] = KL_FACTOR
+        text = caution_text(controller.config)
+        controller.run.note(iteration, "update", text)
+        controller.listener("update", iteration, {"say": f"iteration {iteration}: {text}"})
     taking = taking_part(controller.config, controller.config.imitates(iteration))
     result, sealed = trained(
         given,
         "update",
         pinned,
+        factors,
         **{BESIDE: [s.role for s in taking if s.makes == "state" and s.name != "update"]},
         prompts_trained=taken.prompts,
         demonstrations_trained=taken.demonstrations,
@@ -54,28 +63,23 @@ def update(given: StageInputs) -> dict[str, Any]:
 
 
 def trained(
-    given: StageInputs, stage: str, before: Callable[[], None] = lambda: None, **record: Any
+    given: StageInputs,
+    stage: str,
+    before: Callable[[], None] = lambda: None,
+    factors: Mapping[str, float] | None = None,
+    **record: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Have the learner of a stage that trains apply its update, once, and save it where a
     checkpoint is due; what it returned, and what the stage seals of that.
 
-    before: done while the learner holds the version that it goes on from. record: what its
-    checkpoint says besides.
+    before: done while the learner holds the version that it goes on from. factors: of its settings
+    in this update, as of `LearnerWorker.update`. record: what its checkpoint says besides.
     """
     controller, iteration, deployment = given.controller, given.iteration, given.plan[stage]
     run, learner = controller.run, controller.learners[stage]
     checkpoint = learner.checkpoint(iteration) if due(controller, iteration) else None
     load = training_load(rows_of(given.manifests))
     watch = StageWatch(controller, deployment, iteration)
-    factors: dict[str, Any] = {}
-    if is_cautious(given.manifests.values()):
-        factors["rate_factor"] = RATE_FACTOR
-        if controller.config.algorithm.kl.placement == "loss":
-            factors["kl_factor"] = KL_FACTOR
-        text = caution_text(controller.config)
-        run.note(iteration, stage, text)
-        if stage == "update":
-            controller.listener(stage, iteration, {"say": f"iteration {iteration}: {text}"})
     with watch.fitting(load):
         ensure_learner(controller, deployment, iteration, run.versions.before(iteration))
         before()
@@ -91,7 +95,7 @@ def trained(
             manifests=given.references,
             link_bytes=given.plan.link_bytes(stage),
             checkpoint=str(checkpoint) if checkpoint else None,
-            **factors,
+            **(factors or {}),
             record={
                 "run": run.uid,
                 "tracking": run.record.get("tracking"),

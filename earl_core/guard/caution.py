@@ -1,11 +1,10 @@
-"""What an update does otherwise where the guard has decided that it is to be cautious."""
+"""What the policy's update does otherwise where the guard has decided that it is to be cautious."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from earl_core.config import RunConfig
-from earl_core.deployment.stages import STAGES, stage_of
 from earl_core.dispatch import Manifest
 from earl_core.guard.decision import GUARD, decision_of
 
@@ -17,16 +16,14 @@ KL_FACTOR = 3.0
 
 
 def is_cautious(read: Iterable[Manifest]) -> bool:
-    """Tell whether a stage that reads these manifests is to be cautious."""
+    """Tell whether an update that reads these manifests is to be cautious."""
     return any(decision_of(each).cautious for each in read if GUARD in each.outputs)
 
 
 def caution_in_key(stage: str, read: Iterable[Manifest]) -> list[str]:
     """What the key of a stage covers besides the data of what it reads: an advantage's shards do
-    not say it."""
-    known = STAGES.get(stage_of(stage))
-    trains = known is not None and known.makes == "state"
-    return ["cautious"] if trains and is_cautious(read) else []
+    not say it. A critic is trained as ever: slower, its values would fall behind what happens."""
+    return ["cautious"] if stage == "update" and is_cautious(read) else []
 
 
 def caution_text(config: RunConfig) -> str:

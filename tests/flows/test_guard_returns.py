@@ -173,6 +173,17 @@ def test_a_cautious_update_has_a_lower_rate_and_a_higher_penalty(
     runs.assert_learnt()
 
 
+@pytest.mark.slow
+def test_a_critic_keeps_its_learning_rate_in_a_cautious_iteration(runs: Runs) -> None:
+    critic = ("algorithm={advantage: gae}", "critic={learning_rate: 0.001}")
+    assert runs.train_here(named("run", "iterations=2", *critic, decisions=[CAUTIOUS])) == [None]
+    lines = runs.metrics()
+    assert [line["guard/cautious"] for line in lines] == [0.0, 1.0]
+    assert [line["critic/learning_rate"] for line in lines] == [1e-3, 1e-3]
+    assert [line["update/learning_rate"] for line in lines] == [1e-3, 3e-4]
+    assert min(line["critic/grad_norm"] for line in lines) > 0
+
+
 def test_a_return_that_is_killed_twice_ends_with_the_same_bits(runs: Runs, story: Runs) -> None:
     """In the middle of moving things, and when all is moved and nothing says so."""
     runs.environment["EARL_TEST_DECISIONS"] = json.dumps([BACK])
