@@ -177,7 +177,8 @@ class Optimized:
         options = self.options
         gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         norm = math.sqrt(sum(float((each**2).sum()) for each in gradients.values()))
-        scale = min(1.0, options["max_grad_norm"] / norm)
+        # As torch's own clipping has it, of a gradient of zeros too.
+        scale = min(1.0, options["max_grad_norm"] / (norm + 1e-6))
         self.steps += 1
         for name, parameter in self.model.named_parameters():
             if name not in gradients:
