@@ -185,7 +185,8 @@ def run_pages(
             f"The stage deployments of iteration {iteration}, and why they were chosen",
         )
     if found := found_in(run, iteration):
-        pages["guard"] = guard_page(found), "What the guard has found, the newest first"
+        page = guard_page(found, run.redaction)
+        pages["guard"] = page, "What the guard has found, the newest first"
     if iteration >= 0 and (episodes := _sample_episodes(controller, iteration)):
         page = episodes_page(iteration, episodes)
         pages["episodes"] = page, f"A good and a bad episode of iteration {iteration}"

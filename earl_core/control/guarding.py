@@ -31,6 +31,7 @@ from earl_core.guard.seen import (
 from earl_core.run import RunDirectory
 from earl_core.run.replay import replayed_groups
 from earl_core.run.retention import good_checkpoints
+from earl_core.secrets.rules import Redaction
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ def _tell(controller: RunController, iteration: int, decision: Decision, past: P
     for each in decision.findings:
         if each.kind in known:
             continue
-        text = told(each)
+        text = told(each, controller.run.redaction)
         logger.warning("iteration %d: %s", iteration, text)
         evidence: dict[str, Any] = each.model_dump(mode="json")
         controller.run.note(iteration, "guard", f"found: {text}", finding=evidence)
@@ -223,9 +224,9 @@ def _tell(controller: RunController, iteration: int, decision: Decision, past: P
         controller.run.note(iteration, "guard", text, episodes=list(decision.quarantined))
 
 
-def told(finding: Finding) -> str:
+def told(finding: Finding, redaction: Redaction) -> str:
     """A finding as one line for people."""
-    named = ", ".join(map(str, finding.episodes[:_SHOWN]))
+    named = redaction.shown_ids(finding.episodes[:_SHOWN])
     more = ", ..." if len(finding.episodes) > _SHOWN else ""
     episodes = f" (episodes {named}{more})" if named else ""
     return f"{finding.kind}, since iteration {finding.onset}: {finding.text}{episodes}"

@@ -201,12 +201,12 @@ class Asked(BaseModel):
             (self.slow if self.asked.get(source) else self.silent).append(source)
 
     def text(self, source: str, when: str) -> str:
-        """How a source answers otherwise, as part of a sentence. when: than what."""
+        """How a source answers otherwise, as part of a sentence that names no episode: their ids
+        pass rules of redaction where they are shown. when: than what."""
         told = self.otherwise[source]
-        number, how = told[0]
         return (
             f"answers {len(told)} of {self.asked[source]} recorded episodes otherwise than {when}: "
-            f"episode {number} gives {how}"
+            f"the first of them gives {told[0][1]}"
         )
 
     def add(self, source: str, episode: int, difference: str) -> None:

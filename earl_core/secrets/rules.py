@@ -224,19 +224,28 @@ class Redaction:
                 found[name] = self._value(found[name])
         said = 2 * len(found["turn_rewards"])
         for name in (*self.rules.drop_fields, *self.rules.hash_fields):
-            hashes = name in self.rules.hash_fields
             if name in found:
-                nothing = "" if isinstance(found[name], str) else None
-                found[name] = self.hashed([name, found[name]]) if hashes else nothing
+                found[name] = self.field(name, found[name])
             if name in ("messages", "closing"):
                 part = slice(said) if name == "messages" else slice(said, None)
                 found["texts"][part] = [
-                    self.hashed([name, text]) if hashes else LEFT_OUT
-                    for text in found["texts"][part]
+                    self.field(name, text) or LEFT_OUT for text in found["texts"][part]
                 ]
             if name == "reward":
                 found["turn_rewards"] = [None] * len(found["turn_rewards"])
         return found
+
+    def field(self, name: EpisodeField, value: Any) -> Any:
+        """A field of an episode by the rules for fields: None, of a text "", where it is left out,
+        and a text where it is hashed."""
+        if name in self.rules.drop_fields:
+            return "" if isinstance(value, str) else None
+        return self.hashed([name, value]) if name in self.rules.hash_fields else value
+
+    def shown_ids(self, episodes: Iterable[int]) -> str:
+        """Ids of episodes as they may leave the run directory, in a line; empty: they may not."""
+        shown = (self.field("episode_id", each) for each in episodes)
+        return ", ".join(str(each) for each in shown if each is not None)
 
     def hide(self, text: str) -> str:
         """A text that is no episode's own, such as an error that quotes one. What a rule for turns

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from earl_core.guard.decision import Decision
+from earl_core.secrets.rules import Redaction
 from earl_core.system.plural import plural
 from tasks.reports.plan_report import markdown_table
 
@@ -12,8 +13,9 @@ _SHOWN = 50
 """Findings on the page: the newest."""
 
 
-def guard_page(decisions: Mapping[int, Decision]) -> str:
-    """Markdown. decisions: those with a finding, by iteration."""
+def guard_page(decisions: Mapping[int, Decision], redaction: Redaction) -> str:
+    """Markdown. decisions: those with a finding, by iteration. redaction: what ids of episodes
+    pass."""
     rows = []
     for iteration, decision in sorted(decisions.items(), reverse=True):
         for each in decision.findings:
@@ -23,7 +25,7 @@ def guard_page(decisions: Mapping[int, Decision]) -> str:
                     "finding": each.kind,
                     "since": str(each.onset),
                     "evidence": each.text,
-                    "episodes": ", ".join(map(str, each.episodes[:5])),
+                    "episodes": redaction.shown_ids(each.episodes[:5]),
                     "what was done": done(decision),
                 }
             )
