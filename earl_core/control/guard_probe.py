@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from earl_core.config import RunConfig
 from earl_core.config.stage_keys import stage_settings
-from earl_core.control.guard_faults import contained
+from earl_core.control.guard_faults import contained, tell_fault
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stages import rows_of
 from earl_core.dispatch import Manifest
@@ -18,7 +18,7 @@ from earl_core.experience.probe import PROBE, Asked, Probe
 from earl_core.experience.probe_drawing import draw_probe
 from earl_core.guard.decision import Finding
 from earl_core.guard.seen import environment_source, function_source
-from earl_core.run.episodes import EpisodesDamaged
+from earl_core.run.episodes import PROBE_NAME, EpisodesDamaged
 from earl_core.system.files import canonical_json
 
 logger = logging.getLogger(__name__)
@@ -125,24 +125,27 @@ def probe_findings(
     controller: RunController, iteration: int, manifests: Mapping[str, Manifest]
 ) -> list[Finding]:
     """Findings about sources that answer the probe otherwise than before. One that does so the
-    first time it is asked is left alone from then on instead."""
+    first time it is asked is not judged for a while instead."""
     sealed = rows_of(manifests), manifests["reward"]
     asked = [Asked.model_validate(each.outputs.get(PROBE, {})) for each in sealed]
+    for host in (each.unread for each in asked if each.unread):
+        error = FileNotFoundError(f"{controller.run.path / PROBE_NAME} cannot be read there")
+        tell_fault(controller, iteration, f"recorded episodes on host {host}", error)
     probe = Probe.read(controller.run.path)
     # A stage may be sealed since before another probe was drawn.
     asked = [] if probe is None else [each for each in asked if each.of == probe.name]
     if probe is None or not any(each.asked or each.silent for each in asked):
         return []
-    now, left = probe.after(asked)
-    for source, why in left.items():
-        text = f"{source} {why}: changes in it cannot be noticed"
+    now, told = probe.after(asked, iteration)
+    for source, what in told.items():
+        text = f"{source} {what}"
         logger.warning("iteration %d: %s", iteration, text)
         controller.run.note(iteration, "guard", text)
     if now != probe:
         now.write(controller.run.path)
     found = []
     for part in asked:
-        for source in sorted(part.otherwise.keys() - now.off):
+        for source in sorted(part.otherwise.keys() - {*now.off, *now.unsteady}):
             kind = "probe_environment" if source.startswith("environment") else "probe_reward"
             text = f"{source} {part.text(source, 'before')}"
             named = tuple(each for each, _ in part.otherwise[source])

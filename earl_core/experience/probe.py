@@ -2,8 +2,9 @@
 
 It lies in the run directory as `probe.json`: up to `SIZE` of the first episodes that were kept,
 drawn once. Its sources are asked for all of it right away; those that answer otherwise than they
-were recorded do so by themselves (a judge, a clock), and are asked no more. Texts in it are those
-of the kept episodes, without secrets.
+were recorded do so by themselves (a judge, a clock), or were wrong just then: they are judged once
+they have answered as recorded for a while. Texts in it are those of the kept episodes, without
+secrets.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from earl_core.guard.seen import HUGE, Bounds
 from earl_core.run.episodes import PROBE_NAME
 from earl_core.system.files import canonical_json, read_file, write_atomic
+from earl_core.system.processes import host_name
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,11 @@ SIZE = 32
 ASKED = 8
 """Episodes of the probe that an iteration asks for, all in four iterations. A source that goes
 wrong for one episode in five is found within three but in one run of two hundred."""
+
+STEADY = 12
+"""Iterations in which a source that answered otherwise the first time answers as recorded before it
+is judged: the probe is asked for three times then, which a source that errs by itself in one answer
+of twenty survives once in 140 times."""
 
 _SLOW, _SHARE = 0.02, 16
 """Seconds of an answer from which a source is slow: it is asked for one episode in so many that the
@@ -67,7 +74,9 @@ class ProbedEpisode(BaseModel):
 class Probe(BaseModel):
     """settings: a digest of those of the sources. since: the first iteration that had them.
     episodes: none before one of these has ended. settled: sources that have answered the whole of
-    it once, each when it could. off: sources that are asked no more. slow: that are asked less."""
+    it once, each when it could. off: sources that are asked no more. slow: that are asked less.
+    unsteady: that answered otherwise then and are not judged, with the last iteration in which they
+    did."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,6 +86,7 @@ class Probe(BaseModel):
     settled: list[str] = []
     off: list[str] = []
     slow: list[str] = []
+    unsteady: dict[str, int] = {}
 
     @property
     def name(self) -> str:
@@ -96,25 +106,31 @@ class Probe(BaseModel):
             count = min(count, max(1, episodes // _SHARE))
         return [(iteration * count + at) % size for at in range(count)]
 
-    def after(self, asked: Sequence[Asked]) -> tuple[Probe, dict[str, str]]:
-        """The probe when these answers are known; and why some sources are asked no more from now
-        on: they take long for no answer, or the first time they answered otherwise by
-        themselves."""
-        off = {
-            source: "gives no answer, and takes long" for each in asked for source in each.silent
-        }
-        for part in asked:
-            for source in part.otherwise:
-                if source not in self.settled:
-                    off[source] = part.text(source, "a moment ago")
+    def after(self, asked: Sequence[Asked], iteration: int) -> tuple[Probe, dict[str, str]]:
+        """The probe when these answers of an iteration are known, however often it is asked; and
+        what changes by them in the way that sources are judged, each the rest of a sentence."""
+        silent = "gives no answer, and takes long: changes in it cannot be noticed"
+        told = {s: silent for part in asked for s in part.silent if s not in self.off}
+        unsteady = dict(self.unsteady)
+        for part, source in [(each, source) for each in asked for source in each.asked]:
+            if source in part.otherwise and (source in unsteady or source not in self.settled):
+                if source not in unsteady:
+                    told[source] = (
+                        f"{part.text(source, 'a moment ago')}. It is judged once it has answered "
+                        f"as recorded for {STEADY} iterations"
+                    )
+                unsteady[source] = iteration
+            elif source in unsteady and iteration - unsteady[source] >= STEADY:
+                del unsteady[source]
+                told[source] = f"has answered as recorded for {STEADY} iterations, and is judged"
         sets = {
             "settled": {source for part in asked for source in part.asked},
-            "off": off,
+            "off": {source for part in asked for source in part.silent},
             # Later a machine may have been busy.
             "slow": {source for part in asked for source in part.slow} - {*self.settled},
         }
         update = {name: sorted({*getattr(self, name), *more}) for name, more in sets.items()}
-        return self.model_copy(update=update), {s: off[s] for s in sorted(off.keys() - self.off)}
+        return self.model_copy(update={**update, "unsteady": unsteady}), told
 
     def write(self, run: Path) -> None:
         """Put it into the run directory, with a checksum."""
@@ -150,7 +166,8 @@ Places = Mapping[str, Sequence[int]]
 
 
 class Probed(NamedTuple):
-    """of: the name of the probe. episodes: of it, by the sources that are asked for them."""
+    """of: the name of the probe; empty: it could not be read. episodes: of it, by the sources that
+    are asked for them."""
 
     of: str = ""
     episodes: Mapping[str, Sequence[ProbedEpisode]] = {}
@@ -178,15 +195,22 @@ def of_probe(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Asked(BaseModel):
-    """What came of asking for a part of the probe. of: its name. asked: how many answers each
+    """What came of asking for a part of the probe. of: its name. unread: the host on which it could
+    not be read; empty: it was. asked: how many answers each
     source gave. otherwise: by source, what it said otherwise than before: (episode, one line).
     slow: sources that took long. silent: that took long and gave none."""
 
     of: str = ""
+    unread: str = ""
     asked: dict[str, int] = {}
     otherwise: dict[str, list[tuple[int, str]]] = {}
     slow: list[str] = []
     silent: list[str] = []
+
+    @classmethod
+    def about(cls, probed: Probed) -> Asked:
+        """Nothing yet, of these episodes. Made where sources are asked."""
+        return cls(of=probed.of, unread="" if probed.of else host_name())
 
     @contextmanager
     def asking(self, source: str, number: int) -> Iterator[None]:

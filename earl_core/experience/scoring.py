@@ -303,7 +303,7 @@ class Scorer:
     async def ask_again(self, probed: Probed, bounds: Mapping[str, Bounds]) -> Asked:
         """Have functions, one after the other, score recorded episodes that they have scored
         before. What fails by something else than its number says nothing. bounds: by source."""
-        found, slots = Asked(of=probed.of), asyncio.Semaphore(self._config.reward.concurrency)
+        found, slots = Asked.about(probed), asyncio.Semaphore(self._config.reward.concurrency)
         for place, function in enumerate(self._config.reward.functions):
             title, source = function.title, function_source(function.title)
             asked = [e for e in probed.episodes.get(source, ()) if title in e.scores]

@@ -119,7 +119,7 @@ class EnvironmentPools:
         """Give recorded answers to the environments that are played here and can be replayed, and
         compare what they reply. What fails says nothing. at_once: episodes that an environment
         stands at a time; None: as many as are asked for."""
-        found = Asked(of=probed.of)
+        found = Asked.about(probed)
         for label, environment in environments.items():
             source, pool = environment_source(label), self._pools.get(_key(environment))
             # Tools are asked by another way.

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from earl_core.config.environment import EnvironmentConfig
+from earl_core.control.guard_probe import probe_findings
+from earl_core.dispatch import Manifest
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.experience.probe import (
     ASKED,
+    PROBE,
     SIZE,
+    STEADY,
     Asked,
     Probe,
     Probed,
@@ -23,6 +30,9 @@ from earl_core.experience.probe import (
     score_difference,
 )
 from earl_core.rollout.environment_pools import EnvironmentPools
+from earl_core.run import RunDirectory
+from earl_core.system.processes import host_name
+from tests.run.test_run_directory import config_in
 
 
 class Echo:
@@ -89,25 +99,67 @@ def test_a_probe_is_asked_for_whole_and_then_in_turn(tmp_path: Path) -> None:
     assert Probe.read(tmp_path) is None
 
 
-def test_what_answers_otherwise_the_first_time_is_left_alone_whenever_that_is() -> None:
+def test_what_answers_otherwise_the_first_time_is_not_judged_whenever_that_is() -> None:
     """An environment may be played for the first time long after a function was asked."""
     probe = Probe(settings="", episodes=[probed(0)])
     first = Asked(asked={"function f": 1, "function g": 1}, otherwise={"function g": [(0, "2")]})
-    probe, left = probe.after([first])
-    assert (probe.settled, probe.off) == (["function f", "function g"], ["function g"])
-    assert left["function g"].startswith("answers 1 of 1 recorded episodes otherwise than a moment")
+    probe, told = probe.after([first], 3)
+    assert (probe.settled, probe.unsteady) == (["function f", "function g"], {"function g": 3})
+    assert told["function g"].startswith("answers 1 of 1 recorded episodes otherwise than a moment")
     later = Asked(asked={"environment": 1, "function f": 1})
     later.add("environment", 4, "another observation")
     later.add("function f", 4, "1, and was 0")
-    probe, left = probe.after([later])
-    assert list(left) == ["environment"]
-    assert probe.off == ["environment", "function g"]
-    # It was known to answer the same: it has changed.
-    assert "function f" not in probe.off
-    assert probe.after([later]) == (probe, {})
-    silent, left = probe.after([Asked(silent=["function f"])])
+    probe, told = probe.after([later], 5)
+    assert list(told) == ["environment"]
+    # The function was known to answer the same: it has changed.
+    assert probe.unsteady == {"environment": 5, "function g": 3}
+    assert probe.after([later], 5) == (probe, {})
+    silent, told = probe.after([Asked(silent=["function f"])], 6)
     assert silent.places("function f", 9, 64) == []
-    assert left == {"function f": "gives no answer, and takes long"}
+    assert told == {
+        "function f": "gives no answer, and takes long: changes in it cannot be noticed"
+    }
+
+
+def test_a_source_that_was_wrong_when_it_was_asked_first_is_judged_when_it_is_right() -> None:
+    probe = Probe(settings="", episodes=[probed(number) for number in range(SIZE)])
+    wrong = Asked(asked={"function f": ASKED}, otherwise={"function f": [(0, "1, and was 0")]})
+    right, judged = Asked(asked={"function f": ASKED}), []
+    for iteration in range(40):
+        assert probe.places("function f", iteration, 64)
+        answers = wrong if iteration in (0, 1, 2, 8, 30) else right
+        probe, told = probe.after([answers], iteration)
+        assert probe.after([answers], iteration) == (probe, {}), "a resumed run judges it again"
+        assert bool(told) == (iteration in (0, 8 + STEADY))
+        if "function f" not in probe.unsteady:
+            judged.append(iteration)
+    # It has changed in iteration 30, which is a finding.
+    assert judged == list(range(8 + STEADY, 40))
+
+
+async def test_a_host_that_does_not_see_the_probe_is_told_of_once(
+    pools: EnvironmentPools, tmp_path: Path
+) -> None:
+    with closing(RunDirectory.open(config_in(tmp_path))) as run:
+        controller: Any = SimpleNamespace(run=run, guard_faults=set())
+        Probe(settings="", episodes=[probed(0)]).write(run.path)
+        found = []
+        for place in (run.path, tmp_path / "not mounted"):
+            asked = await pools.replay({}, probed_episodes(place, {"environment": [0]}))
+            found.append(asked.unread)
+            sealed = {
+                stage: Manifest(
+                    **{"run": run.uid, "iteration": 1, "key": "k", "policy_version": 1},
+                    stage=stage,
+                    outputs={PROBE: asked.model_dump(mode="json")} if stage == "rollout" else {},
+                )
+                for stage in ("rollout", "reward")
+            }
+            for _ in range(2):
+                assert probe_findings(controller, 1, sealed) == []
+        assert found == ["", host_name()]
+        (line,) = [each["event"] for each in run.ledger() if each["stage"] == "guard"]
+        assert f"could not look at recorded episodes on host {host_name()}" in line
 
 
 def test_scores_are_equal_to_a_millionth() -> None:
