@@ -66,7 +66,7 @@ def trained(
     given: StageInputs,
     stage: str,
     before: Callable[[], None] = lambda: None,
-    factors: Mapping[str, float] | None = None,
+    factors: Mapping[str, Any] | None = None,
     **record: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Have the learner of a stage that trains apply its update, once, and save it where a
