@@ -22,7 +22,7 @@ def advantage(given: StageInputs) -> dict[str, Any]:
     controller = given.controller
     decision = diagnose(controller, given.iteration, given.manifests)
     charged = controller.config.algorithm.kl.placement == "reward"
-    kl_factor = KL_FACTOR if decision.cautious and charged else 1.0
+    kl_factor = KL_FACTOR**decision.caution if charged else 1.0
 
     def in_every_rank(method: str, **arguments: Any) -> list[dict[str, Any]]:
         return controller.groups.call(

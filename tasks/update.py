@@ -15,7 +15,7 @@ from earl_core.control.stage_execution import (
     training_load,
 )
 from earl_core.deployment.stages import rows_of, taking_part
-from earl_core.guard.caution import KL_FACTOR, RATE_FACTOR, caution_text, is_cautious
+from earl_core.guard.caution import KL_FACTOR, RATE_FACTOR, caution_in, caution_text
 from earl_core.run.checkpoints import BESIDE
 from earl_core.run.policy_versions import MADE
 from earl_core.weights.probe import PREFIXES
@@ -37,11 +37,11 @@ def update(given: StageInputs) -> dict[str, Any]:
             input_weights(controller, deployment, iteration, "update")
 
     factors: dict[str, float] = {}
-    if is_cautious(given.manifests.values()):
-        factors["rate_factor"] = RATE_FACTOR
+    if times := caution_in(given.manifests.values()):
+        factors["rate_factor"] = RATE_FACTOR**times
         if controller.config.algorithm.kl.placement == "loss":
-            factors["kl_factor"] = KL_FACTOR
-        text = caution_text(controller.config)
+            factors["kl_factor"] = KL_FACTOR**times
+        text = caution_text(controller.config, times)
         controller.run.note(iteration, "update", text)
         controller.listener("update", iteration, {"say": f"iteration {iteration}: {text}"})
     taking = taking_part(controller.config, controller.config.imitates(iteration))

@@ -17,7 +17,7 @@ from earl_core.dispatch import Manifest, ManifestError
 from earl_core.environments.real_numbers import invalid_rewards
 from earl_core.guard.decision import Decision, Finding, decision_of, not_judged
 from earl_core.guard.detectors import Numbers, Settings, detect, without_sources
-from earl_core.guard.ladder import OPEN, Past, decide, last_good, recent
+from earl_core.guard.ladder import CAUTION, OPEN, Past, decide, is_for_learning, last_good, recent
 from earl_core.guard.rewards import reward_findings, seen_bounds, since
 from earl_core.guard.seen import (
     SEEN,
@@ -29,14 +29,12 @@ from earl_core.guard.seen import (
     numbers_of,
 )
 from earl_core.run import RunDirectory
+from earl_core.run.branches import Branches
 from earl_core.run.replay import replayed_groups
 from earl_core.run.retention import good_checkpoints
 from earl_core.secrets.rules import Redaction
 
 logger = logging.getLogger(__name__)
-
-_BRANCHES = "branches"
-"""Of run.json: what the run went back for."""
 
 
 def bounds_of(controller: RunController, iteration: int) -> dict[str, Bounds] | None:
@@ -137,7 +135,7 @@ def guard_metrics(manifests: Mapping[str, Manifest]) -> dict[str, float]:
         "findings": float(len(decision.findings)),
         **found,
         "quarantined": float(len(decision.quarantined)),
-        "cautious": float(decision.cautious),
+        "cautious": float(decision.caution),
     }
     return {f"guard/{n}": v for n, v in (told | numbers_of(seen_in(manifests))).items()}
 
@@ -205,7 +203,18 @@ def _past(controller: RunController, iteration: int, history: Sequence[Numbers])
     earlier = _decisions(run, (int(each["iteration"]) for each in told))
     checkpoints = [each for each in run.stable_iterations() if each <= ended]
     lag = controller.config.schedule.staleness
-    return Past(earlier, lag, checkpoints, len(run.record.get(_BRANCHES, ())))
+    returns, caution = len(run.branches.opened), branch_caution(run.branches, iteration)
+    return Past(earlier, lag, checkpoints, returns, caution)
+
+
+def branch_caution(branches: Branches, iteration: int) -> int:
+    """How many times an iteration has the factors of a cautious update because of what its branch,
+    and those that this one goes on from, began for: until it has passed where the run went back."""
+    branch = branches.at(iteration)
+    if branch is None or iteration > branch.from_iteration + CAUTION:
+        return 0
+    past = [each for each in branches.opened if each.number <= branch.number]
+    return sum(is_for_learning(each.kinds) for each in past) if is_for_learning(branch.kinds) else 0
 
 
 def _tell(controller: RunController, iteration: int, decision: Decision, past: Past) -> None:

@@ -46,9 +46,10 @@ class Decision(BaseModel):
     """Findings of an iteration, and what follows from them; nothing but findings under `warn`.
 
     quarantined: ids of episodes that leave their group as failed ones do. cautious: whether the
-    iteration's update has the lower learning rate and the higher KL coefficient. back_to: the
-    iteration after whose checkpoint the run goes on in a new branch (-1: from the initial model);
-    None: it goes on. stop: why the run ends; empty: it does not.
+    iteration's update has the lower learning rate and the higher KL coefficient because of what is
+    found. branch_caution: how many times more it has them because of what its branch began for.
+    back_to: the iteration after whose checkpoint the run goes on in a new branch (-1: from the
+    initial model); None: it goes on. stop: why the run ends; empty: it does not.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,8 +57,14 @@ class Decision(BaseModel):
     findings: tuple[Finding, ...] = ()
     quarantined: tuple[int, ...] = ()
     cautious: bool = False
+    branch_caution: int = 0
     back_to: int | None = None
     stop: str = Field(default="")
+
+    @property
+    def caution(self) -> int:
+        """How many times the factors of a cautious update apply."""
+        return self.branch_caution + self.cautious
 
     @property
     def left_out(self) -> tuple[tuple[str, int], ...]:

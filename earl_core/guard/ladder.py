@@ -4,6 +4,7 @@ cautious, goes back, and stops."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from earl_core.guard.decision import NOT_JUDGED, Decision, Finding
@@ -13,6 +14,15 @@ OF_EPISODES = ("reward_range", "reward_invalid")
 
 OF_SOURCES = ("probe_reward", "probe_environment", "reward_constant")
 """Findings about who pays: no smaller step helps, and whatever was learnt since is wrong."""
+
+AS_PLAYED = (
+    "level_shift",
+    "reward_constant",
+    "context_growth",
+    "entropy_collapse",
+    "entropy_growth",
+)
+"""Findings in what a policy has played: the checkpoint that played the onset is no good one."""
 
 CAUTION = 5
 """Iterations with the lower learning rate and the higher KL coefficient."""
@@ -29,12 +39,14 @@ MOST_RETURNS = 3
 class Past(NamedTuple):
     """What was before. earlier: decisions of iterations that had ended, by iteration. lag: how many
     iterations before this one had not ended. checkpoints: iterations with a checkpoint, ascending.
-    returns: how often the run went back."""
+    returns: how often the run went back. branch_caution: how many times this iteration has the
+    factors of a cautious update because of what its branch began for."""
 
     earlier: Mapping[int, Decision]
     lag: int
     checkpoints: Sequence[int]
     returns: int
+    branch_caution: int = 0
 
 
 def decide(
@@ -49,8 +61,7 @@ def decide(
     wrong = [each for each in findings if each.kind in OF_SOURCES]
     if mostly:
         wrong += [each for each in findings if each.kind in OF_EPISODES]
-    known = (*OF_SOURCES, *OF_EPISODES, NOT_JUDGED)
-    learning = [each for each in findings if each.kind not in known]
+    learning = [each for each in findings if _of_learning(each.kind)]
     begun, last = _caution(past)
     cautious = begun is not None and iteration < begun + CAUTION
     causes = [each for each in wrong if _confirmed(each, iteration, past)]
@@ -59,18 +70,29 @@ def decide(
             causes += learning
         else:
             cautious = True
-    quarantined = tuple(outside)
+    made = partial(Decision, quarantined=tuple(outside), branch_caution=past.branch_caution)
     if not causes:
-        told = tuple(findings)
-        return Decision(findings=told, quarantined=quarantined, cautious=cautious)
+        return made(findings=tuple(findings), cautious=cautious)
     told = tuple(_with_prompts(each, past) for each in findings)
-    if past.returns >= MOST_RETURNS:
-        why = f"the run went back {past.returns} times, and this is still there: "
-        stop = why + "; ".join(each.text for each in causes)
-        return Decision(findings=told, quarantined=quarantined, stop=stop)
-    onset = min(_onset(each, iteration, past) for each in causes)
-    back_to = _before(onset, past.checkpoints)
-    return Decision(findings=told, quarantined=quarantined, back_to=back_to)
+    back_to = _before(min(_spoilt(each, iteration, past) for each in causes), past.checkpoints)
+    if past.returns < MOST_RETURNS:
+        return made(findings=told, back_to=back_to)
+    why = f"the run went back {past.returns} times, and this is still there: "
+    good = f"the checkpoint of iteration {back_to}" if back_to >= 0 else "the initial model"
+    stop = f"{why}{'; '.join(each.text for each in causes)}; {good} is from before it"
+    return made(findings=told, stop=stop)
+
+
+def _of_learning(kind: str) -> bool:
+    """Whether smaller steps may help."""
+    return kind not in (*OF_SOURCES, *OF_EPISODES, NOT_JUDGED)
+
+
+def is_for_learning(kinds: Iterable[str]) -> bool:
+    """Tell whether a run that went back for findings of these kinds did so because of what it had
+    learnt: as quick as before it would learn the same again."""
+    kinds = set(kinds)
+    return any(map(_of_learning, kinds)) and not kinds & set(OF_SOURCES)
 
 
 def _caution(past: Past) -> tuple[int | None, int | None]:
@@ -94,12 +116,12 @@ def _same(finding: Finding, past: Past) -> Iterable[tuple[int, Finding]]:
                 yield number, each
 
 
-def _before(onset: int, checkpoints: Sequence[int]) -> int:
-    """The last checkpoint from before an onset; where there is none, the first one after it, or the
-    initial model, whichever is nearer to it."""
-    before = [each for each in checkpoints if each < onset]
-    first = min(checkpoints, default=2 * onset + 1)
-    return max(before) if before else first if first - onset < onset + 1 else -1
+def _before(spoilt: int, checkpoints: Sequence[int]) -> int:
+    """The last checkpoint from before an iteration; where there is none, the first one after it, or
+    the initial model, whichever is nearer to it."""
+    before = [each for each in checkpoints if each < spoilt]
+    first = min(checkpoints, default=2 * spoilt + 1)
+    return max(before) if before else first if first - spoilt < spoilt + 1 else -1
 
 
 def recent(iteration: int, past: Past) -> dict[int, Decision]:
@@ -114,10 +136,17 @@ def _confirmed(finding: Finding, iteration: int, past: Past) -> bool:
     return bool([*_same(finding, lately)])
 
 
-def _onset(finding: Finding, iteration: int, past: Past) -> int:
+def _spoilt(finding: Finding, iteration: int, past: Past) -> int:
+    """The first iteration whose checkpoint may be what a finding is about."""
     if finding.kind in OF_SOURCES + OF_EPISODES:
         past = past._replace(earlier=recent(iteration, past))
-    return min([finding.onset, *(each.onset for _, each in _same(finding, past))])
+    onset = min([finding.onset, *(each.onset for _, each in _same(finding, past))])
+    return onset - _played_before(finding, past)
+
+
+def _played_before(finding: Finding, past: Past) -> int:
+    """Iterations between the checkpoint that played one and that of the iteration itself."""
+    return 1 + past.lag if finding.kind in AS_PLAYED else 0
 
 
 def _with_prompts(finding: Finding, past: Past) -> Finding:
@@ -131,7 +160,7 @@ def last_good(decision: Decision, past: Past) -> int | None:
     """The checkpoint to keep for a return: the last one from before what is known now; None: no
     finding is open, or there is no such checkpoint."""
     everything = [*decision.findings, *(e for each in past.earlier.values() for e in each.findings)]
-    onset = min((each.onset for each in everything), default=None)
-    if onset is None:
+    spoilt = min((each.onset - _played_before(each, past) for each in everything), default=None)
+    if spoilt is None:
         return None
-    return max((each for each in past.checkpoints if each < onset), default=None)
+    return max((each for each in past.checkpoints if each < spoilt), default=None)

@@ -37,7 +37,7 @@ def done(decision: Decision) -> str:
     parts = []
     if decision.quarantined:
         parts.append(f"{plural(len(decision.quarantined), 'episode')} left out")
-    if decision.cautious:
+    if decision.caution:
         parts.append("cautious")
     if decision.back_to is not None:
         parts.append(f"back to iteration {decision.back_to}")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from earl_core.control.guarding import branch_caution
 from earl_core.guard.decision import NOT_JUDGED, Decision, Finding, not_judged
 from earl_core.guard.ladder import AGAIN, CAUTION, MOST_RETURNS, OPEN, Past, decide, last_good
+from earl_core.run.branches import Branches
 
 
 def found(kind: str, onset: int, *prompts: tuple[str, int]) -> Finding:
@@ -104,7 +108,49 @@ def test_with_iterations_that_overlap_the_same_comes_later() -> None:
     cautious = [k for k, each in stays.items() if each.cautious]
     assert cautious[0] == 8
     assert cautious == list(range(8, 8 + len(cautious)))
-    assert stays[max(stays)].back_to == 5
+    assert stays[max(stays)].back_to == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "back_to"),
+    [("level_shift", 9), ("context_growth", 9), ("gradient_norm", 10), ("sample_size", 10)],
+)
+def test_a_policy_that_played_badly_is_not_what_is_gone_back_to(kind: str, back_to: int) -> None:
+    """The update of iteration 10 spoils the policy: 11 is the first that shows it, and the
+    checkpoint of 10 the first that has it."""
+    decisions = ran({k: [found(kind, 11)] for k in range(11, 30)}, 30, every=1)
+    assert decisions[max(decisions)].back_to == back_to
+    stopped = ran({k: [found(kind, 11)] for k in range(11, 30)}, 30, every=1, returns=MOST_RETURNS)
+    assert f"the checkpoint of iteration {back_to} is from before it" in (
+        stopped[max(stopped)].stop
+    )
+
+
+def test_a_branch_is_cautious_and_a_finding_in_it_more_so() -> None:
+    past = Past({}, 0, [9], 1, branch_caution=1)
+    assert decide(10, [], (), False, past).caution == 1
+    assert decide(12, [found("level_shift", 12)], (), False, past).caution == 2
+    wrong = {k: [found("probe_reward", 12)] for k in (12,)}
+    assert decide(12, wrong[12], (), False, past).caution == 1
+
+
+def opened(*kinds: str) -> Branches:
+    branches = Branches()
+    for number, each in enumerate(kinds):
+        told = {"kinds": each.split(), "text": "", "left_out": (), "set_aside": ""}
+        branches = branches.further(after=9 + number, from_iteration=16 + number, **told)
+    return branches
+
+
+def test_a_branch_is_cautious_where_it_went_wrong_before() -> None:
+    once = opened("level_shift context_growth")
+    ends = 16 + CAUTION
+    told = [branch_caution(once, k) for k in (9, 10, ends, ends + 1)]
+    assert told == [0, 1, 1, 0]
+    # Each return makes it more so; a source that was wrong is no reason.
+    assert branch_caution(opened("level_shift", "entropy_growth"), 11) == 2
+    assert branch_caution(opened("level_shift", "probe_reward level_shift"), 11) == 0
+    assert branch_caution(opened("reward_range", "level_shift"), 11) == 1
 
 
 def test_before_the_first_checkpoint_it_begins_anew_and_at_last_it_stops() -> None:
@@ -120,5 +166,6 @@ def test_the_checkpoint_of_a_return_is_kept_while_something_is_found() -> None:
     past = Past({}, 0, [1, 3, 5, 7], 0)
     assert last_good(Decision(), past) is None
     assert last_good(Decision(findings=(found("level_shift", 5),)), past) == 3
+    assert last_good(Decision(findings=(found("probe_reward", 6),)), past) == 5
     earlier = Past({6: Decision(findings=(found("level_shift", 3),))}, 0, [1, 3, 5, 7], 0)
     assert last_good(Decision(), earlier) == 1

@@ -29,5 +29,5 @@ def test_who_was_killed_before_the_last_pruning_has_the_same_choice() -> None:
 
 
 def test_what_is_kept_for_a_finding_is_among_them() -> None:
-    earlier = {17: Decision(findings=(Finding(kind="level_shift", onset=9, text=""),))}
+    earlier = {17: Decision(findings=(Finding(kind="level_shift", onset=10, text=""),))}
     assert returnable(Past(earlier, 0, [5, 8, 12, 16, 18, 19], 0), KEPT) == [8, 12, 16, 18, 19]
