@@ -228,7 +228,7 @@ _SHOWN: tuple[tuple[str, str | None, str, str], ...] = (
     ("guard/quarantined", "guard/quarantined", "episodes",
      "Episodes that left their groups because of what they were paid"),
     ("guard/cautious", "guard/cautious", "",
-     "1 where the update has the lower learning rate and the higher KL coefficient"),
+     "How many times the update has the lower learning rate and the higher KL coefficient"),
     ("guard/of/*", None, "", "What a source of rewards gave, but for what lies outside: mean, its "
      "standard error by groups, standard deviation, least and greatest, groups"),
     ("guard/*", "guard/*", "", "1 in iterations with this finding"),
