@@ -51,6 +51,11 @@ class Rescored(NamedTuple):
     damaged: tuple[str, ...]
 
     @property
+    def scored(self) -> int:
+        """Of how many episodes there is a score."""
+        return len(self.table) - int(self.table["score"].null_count)
+
+    @property
     def failures(self) -> list[str]:
         """Why episodes have no score, those that repeat once."""
         return list(dict.fromkeys(filter(None, self.table["failure"].to_pylist())))
