@@ -53,8 +53,8 @@ def rescore(
         _print(found, rows, make_console())
     failed += [_scoreless(each) for each in found if not each.scored]
     if failed:
-        others = "the other functions' scores are written" if len(failed) < len(functions) else ""
-        raise EarlError("\n".join(failed), remedy=others)
+        others = ["the other functions' scores are written"] if len(failed) < len(functions) else []
+        raise EarlError("\n".join([*failed, *others]))
 
 
 def _scoreless(found: Rescored) -> str:
