@@ -58,8 +58,6 @@ def rescore(
 
 
 def _scoreless(found: Rescored) -> str:
-    if not len(found.table):
-        return f"{found.label} was given no episodes: those of all iterations are damaged"
     told = f"{found.path} says why of each"
     return f"{found.label} gave none of {plural(len(found.table), 'episode')} a score: {told}"
 

@@ -109,11 +109,12 @@ def test_a_function_without_any_score_is_an_error_and_the_others_are_written(
     with pytest.raises(EarlError, match=r"^rude gave none .*\nthe other functions' scores are"):
         rescore(run, both, once, True)
     copied = tmp_path / "run"
-    shutil.copytree(trained.run(), copied)
+    shutil.copytree(trained.run(), copied, ignore=shutil.ignore_patterns("rescored"))
     for kept in copied.glob("iterations/*/episodes.parquet"):
         kept.write_bytes(b"nothing")
-    with pytest.raises(EarlError, match=r"same was given no episodes: .* are damaged$"):
+    with pytest.raises(EarlError, match=r"no kept episodes of .* can be read"):
         rescore((str(copied), ""), ["new_scores:same"], once, True)
+    assert not (copied / "rescored/same.parquet").exists()
 
 
 def test_the_queries_of_the_page_answer_of_a_run(
