@@ -13,7 +13,6 @@ from pydantic import Field
 from earl_core.config import check_references
 from earl_core.config.redaction import redaction_of
 from earl_core.control.policy_player import PolicyPlayer, find_checkpoint
-from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run.record import stored_config
 from earl_core.secrets import guard_logging, shareable_tree
 from earl_core.system.plural import plural
@@ -21,6 +20,7 @@ from flows.flow_names import evaluate_name
 from flows.forms import AtLeastOne, Checkpoint, Overrides, RunPath, Unset, titled
 from flows.running import HOOKS, heard, recorded
 from tasks.report import artifact_name
+from tasks.reports.suite_table import suite_rows
 
 
 @task(name="play held-out games", persist_result=False)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from tests.shared import made_once
+from tests.shared import made_once, sweep_memory
 
 if TYPE_CHECKING:
     from tests.learner.slice_results import Slices
@@ -29,6 +29,8 @@ settings.load_profile("ours")
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those of `make test-gpu`, and from what they start: on a machine
     that has some, the others test the same as anywhere."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        sweep_memory()
     # Prefect's own temporary server wants no password and outlives a killed test.
     os.environ["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"] = "false"
     # Threads that spin while they wait take the cores from those they wait for: all tests and what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from earl_core.system.files import FileLock
+from earl_core.system.processes import ProcessId, boot_id, start_time
 
 if TYPE_CHECKING:
     import pytest
@@ -53,11 +55,33 @@ def free_port() -> int:
             return port
 
 
+MEMORY = Path("/dev/shm")
+_MARKED = re.compile(r"earl-tests-([0-9a-z]+_\d+_\d+)-")
+
+
+def memory_place(name: str, owner: int | None = None) -> Path:
+    """A place in shared memory that is marked as ours, and by the process for which it is there;
+    the next session of tests removes it once that has ended. owner: None: this process."""
+    pid = os.getpid() if owner is None else owner
+    process = ProcessId(boot_id(), pid, start_time(pid) or 0)
+    return MEMORY / f"earl-tests-{process}-{name}"
+
+
+def sweep_memory(memory: Path = MEMORY) -> None:
+    """Remove the places whose process was killed, and so has left them."""
+    for place in memory.glob("earl-tests-*"):
+        marked = _MARKED.match(place.name)
+        owner = ProcessId.parse(marked[1]) if marked else None
+        if owner is not None and not owner.alive():
+            # What belongs to somebody else stays.
+            shutil.rmtree(place, ignore_errors=True)
+
+
 @contextmanager
 def in_memory(name: str) -> Iterator[Path]:
     """An empty folder that no disk delays. Prefect's server, which has one SQLite file, was seen to
     leave questions unanswered for 30 s while other tests wrote to the disk."""
-    place = Path(f"/dev/shm/earl-tests-{name}-{os.getpid()}")
+    place = memory_place(name)
     place.mkdir(mode=0o700)
     yield place
     shutil.rmtree(place, ignore_errors=True)

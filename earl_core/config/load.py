@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from earl_core.config.refusal import references, refuse_override
 from earl_core.config.run import RunConfig
@@ -30,7 +31,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path: a file, or the name of a recipe, such as `demo`.
 
     Raises `ConfigError` with every problem in one readable block: a missing or malformed file,
-    unknown keys, wrong values, combinations that cannot work.
+    unknown keys, wrong values, combinations that cannot work. What the file alone would not have
+    is said of the overrides.
     """
     file = _run_file(path)
     what = f"the configuration {file}"
@@ -45,7 +47,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     raw = read_yaml(content, what)
     if not isinstance(raw, dict):
         raise ConfigError(f"{what} must be a mapping of settings")
-    return parse_config(apply_overrides(raw, overrides), source=str(file))
+    return parse_config(raw, str(file), overrides)
 
 
 def recipe_names() -> list[str]:
@@ -59,15 +61,47 @@ def _run_file(path: str | Path) -> Path:
     return recipe if Path(path).name == str(path) and recipe.is_file() else Path(path)
 
 
-def parse_config(raw: Mapping[str, Any], source: str = "the configuration") -> RunConfig:
-    """Validate a plain mapping; problems become one `ConfigError`."""
+def parse_config(
+    raw: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
+) -> RunConfig:
+    """Validate a plain mapping under `a.b=c` overrides; problems become one `ConfigError`, which
+    says for each whether the mapping has it or the overrides bring it."""
     try:
-        return RunConfig.model_validate(dict(raw))
+        return RunConfig.model_validate(_overridden(raw, overrides))
     except ValidationError as error:
-        raise ConfigError(explain(error, source)) from error
+        own = _problems_of(raw) if overrides else []
+        blamed: dict[str, list[ErrorDetails]] = {}
+        for problem in error.errors():
+            of_file = not overrides or (problem["loc"], problem["msg"]) in own
+            named = source if of_file else _bringing(problem["loc"], overrides, source)
+            blamed.setdefault(named, []).append(problem)
+        told = [explain(problems, named) for named, problems in blamed.items()]
+        raise ConfigError("\n".join(told)) from error
 
 
-def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def _problems_of(raw: Mapping[str, Any]) -> list[tuple[tuple[int | str, ...], str]]:
+    try:
+        RunConfig.model_validate(dict(raw))
+    except ValidationError as error:
+        return [(problem["loc"], problem["msg"]) for problem in error.errors()]
+    return []
+
+
+def _bringing(place: tuple[int | str, ...], overrides: Sequence[str], source: str) -> str:
+    """Name the overrides that touch a place of the file; all, where none does: one setting may
+    forbid another."""
+    path = [str(part) for part in place]
+
+    def touches(override: str) -> bool:
+        keys = override.partition("=")[0].strip().split(".")
+        return all(a == b for a, b in zip(keys, path, strict=False))
+
+    found = list(filter(touches, overrides)) or overrides
+    some = "override" if len(found) == 1 else "overrides"
+    return f"the {some} {' and '.join(repr(redact(each)) for each in found)} for {source}"
+
+
+def _overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of `raw` with each `a.b=c` set; intermediate mappings are made when missing."""
     result = copy.deepcopy(dict(raw))
     for override in overrides:
@@ -113,10 +147,10 @@ def dump_config(config: RunConfig) -> str:
     return write_yaml(config.model_dump(mode="json"))
 
 
-def explain(error: ValidationError, source: str) -> str:
+def explain(problems: Iterable[ErrorDetails], source: str) -> str:
     """All problems of a validation error, a line each, named by their dotted key."""
     lines = [f"{source} cannot be used:"]
-    for problem in error.errors():
+    for problem in problems:
         key = ".".join(str(part) for part in problem["loc"]) or "configuration"
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":

@@ -27,7 +27,7 @@ def load_rules(path: Path) -> RedactionRules:
     try:
         return RedactionRules.model_validate(given)
     except ValidationError as error:
-        raise ConfigError(explain(error, what)) from None
+        raise ConfigError(explain(error.errors(), what)) from None
 
 
 def redaction_of(config: RunConfig) -> Redaction:

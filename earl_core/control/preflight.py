@@ -31,7 +31,8 @@ from earl_core.control.worker_groups import WorkerGroups, preload_ranks
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.guard.seen import Bounds, environment_source, function_source
-from earl_core.pretrained.adapter_checks import check_first_pairs
+from earl_core.models.foreseen import expected_shape
+from earl_core.pretrained.adapter_checks import check_adaptable, check_first_pairs
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.remote_stores import HostStores
@@ -87,6 +88,7 @@ def preflight(
         check_teachers(config, Path(begins.model.path), teachers)
     else:
         check_devices(config, hardware)
+        check_expected(begins, hardware)
     counts, ranges = surely(lambda: _check_environments(config, hardware), config.deadlines.repeats)
     precision = resolved(config, hosts, Path(config.runs_directory) / config.name)
     references = () if model is None else reference_shapes(begins, teachers)
@@ -118,6 +120,15 @@ def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:
     check_first_pairs(config.initial_model)
     check_routing(config, shape)
     return shape
+
+
+def check_expected(config: RunConfig, hardware: Hardware) -> None:
+    """Raise `ConfigError` where a model that has yet to be made will not fit, as far as that is
+    known before; `fitting_model` knows all."""
+    if (shape := expected_shape(config.model)) is not None:
+        check_stages(config, shape, hardware)
+        check_adaptable(config.model, shape)
+        check_routing(config, shape)
 
 
 def check_shared_memory(config: RunConfig, stores: HostStores) -> None:

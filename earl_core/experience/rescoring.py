@@ -51,6 +51,11 @@ class Rescored(NamedTuple):
     damaged: tuple[str, ...]
 
     @property
+    def scored(self) -> int:
+        """Of how many episodes there is a score."""
+        return len(self.table) - int(self.table["score"].null_count)
+
+    @property
     def failures(self) -> list[str]:
         """Why episodes have no score, those that repeat once."""
         return list(dict.fromkeys(filter(None, self.table["failure"].to_pylist())))
@@ -102,7 +107,8 @@ async def rescore(run: Path, config: RunConfig) -> Rescored:
     """Score all kept episodes of a run by the one reward function of `config`.
 
     An episode that it fails on is named in the file, and the others go on. Raises `ConfigError`
-    where there are no episodes, or no scores can be had of the function at all, and `OSError`.
+    where there are no episodes, or no scores can be had of the function at all, `EpisodesDamaged`
+    where none can be read, and `OSError`.
     """
     (function,) = config.reward.functions
     if function.comes_later:
@@ -131,7 +137,9 @@ async def rescore(run: Path, config: RunConfig) -> Rescored:
                 tables.append(await _scored(scorer, int(file.parent.name), episodes))
         finally:
             await scorer.close()
-    table = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
+    if not tables:
+        raise EpisodesDamaged(f"no kept episodes of {run} can be read: {damaged[0]}")
+    table = pa.concat_tables(tables)
     path = run / FOLDER / f"{function.title}.parquet"
     make_directory(path.parent)
     with writing_atomic(path) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:

@@ -26,6 +26,7 @@ from earl_core.environments.base import EnvironmentFailed, Message
 from earl_core.environments.hosting.pool import EnvironmentPool
 from earl_core.learner.data.packing import TrainingSample, pack
 from earl_core.learner.model import PackedTensors, logprobs_of_trained, prepare_for_packing
+from earl_core.models.foreseen import Sizes
 from earl_core.models.narrow import narrow_model
 from earl_core.models.progress import Progress, quiet
 from earl_core.pretrained.huggingface import PreTrainedModel, PreTrainedTokenizerFast
@@ -35,6 +36,7 @@ from earl_core.system.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _SPECIAL = ("<pad>", "<bos>", "<end>", "<unk>")
+_USUAL = Sizes()
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}={{ message['content'] }}{{ eos_token }}"
@@ -48,11 +50,11 @@ def build(
     *,
     environments: Sequence[Mapping[str, Any]],
     characters: str = "",
-    family: str = "llama",
-    hidden: int = 192,
-    layers: int = 4,
-    heads: int = 4,
-    max_position_embeddings: int = 4096,
+    family: str = _USUAL.family,
+    hidden: int = _USUAL.hidden,
+    layers: int = _USUAL.layers,
+    heads: int = _USUAL.heads,
+    max_position_embeddings: int = _USUAL.max_position_embeddings,
     warm_start_steps: int = 80,
     warm_start_games: int = 32,
     warm_start_learning_rate: float = 1e-3,
@@ -62,7 +64,7 @@ def build(
     """Make the model and its tokenizer as a Hugging Face directory; nothing if it is there.
 
     environments: those of the run, dumped `EnvironmentConfig`s, whose characters become the tokens.
-    characters: further ones. All others are one unknown token. family: of `narrow.FAMILIES`.
+    characters: further ones. All others are one unknown token. family: of `foreseen.FAMILIES`.
     warm_start_steps: supervised steps on the answers of `warm_start_games` random legal games
     each; 0 leaves random weights, and so do environments that do not know their legal answers.
     progress: told of the steps. Equal arguments and thread counts give equal bytes. The

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from earl_core.config.model import AdapterConfig, ModelConfig
+from earl_core.deployment.shapes import ModelShape
 from earl_core.pretrained.adapter_directory import (
     BASE_DIGEST,
     CONFIG_FILE,
@@ -34,18 +35,7 @@ def check_adapter(model: ModelConfig) -> None:
     check_whole_model(directory)
     if model.adapter is None:
         return
-    shape = read_model_shape(directory)
-    if shape.experts > 1:
-        raise ConfigError(
-            f"{directory} is a mixture of {shape.experts} experts, beside which no adapter is "
-            "trained: leave model.adapter out, or choose a dense model"
-        )
-    if shape.model_type in _WITHOUT_LINEAR_LAYERS:
-        raise ConfigError(
-            f"{directory} is a {shape.model_type} model, whose matrices are no linear layers "
-            "(transformers' Conv1D), beside which no adapter is trained: leave model.adapter out, "
-            "or choose another model"
-        )
+    check_adaptable(model, read_model_shape(directory))
     names: list[str] = []
     if matrices := _matrices(directory):
         names, _ = chosen_matrices(model.adapter, matrices)
@@ -55,6 +45,23 @@ def check_adapter(model: ModelConfig) -> None:
         # Files of several models, such as one of images, do not say which one is trained.
         if len({_IN_A_STACK.split(name, maxsplit=1)[0] for name in names}) == 1:
             _check_pairs(source, model.adapter.rank, {name: matrices[name] for name in names})
+
+
+def check_adaptable(model: ModelConfig, shape: ModelShape) -> None:
+    """Raise `ConfigError` where an adapter is asked for that no model of this shape can have."""
+    if model.adapter is None:
+        return
+    if shape.experts > 1:
+        raise ConfigError(
+            f"{model.path} is a mixture of {shape.experts} experts, beside which no adapter is "
+            "trained: leave model.adapter out, or choose a dense model"
+        )
+    if shape.model_type in _WITHOUT_LINEAR_LAYERS:
+        raise ConfigError(
+            f"{model.path} is a {shape.model_type} model, whose matrices are no linear layers "
+            "(transformers' Conv1D), beside which no adapter is trained: leave model.adapter out, "
+            "or choose another model"
+        )
 
 
 def check_first_pairs(model: ModelConfig) -> None:

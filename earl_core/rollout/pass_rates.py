@@ -74,20 +74,3 @@ def suite_results(tallies: Sequence[tuple[str, int, RolloutStats]]) -> dict[str,
                 f"suite/{label}/pass_at_{k}/high": rate["high"],
             }
     return {"suites": suites, "metrics": metrics}
-
-
-def suite_rows(suites: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Lines of a table for people, one for each suite, of what `suite_results` found."""
-    return [
-        {
-            "suite": label,
-            "episodes": f"{suite['episodes']:.0f}",
-            "failed": f"{suite['failed']:.0f}",
-            "return": f"{suite['return']:.3f} ± {suite['error']:.3f}",
-            **{
-                f"pass@{k} (95 %)": f"{rate['share']:.1%} ({rate['low']:.1%} - {rate['high']:.1%})"
-                for k, rate in suite["pass"].items()
-            },
-        }
-        for label, suite in suites.items()
-    ]

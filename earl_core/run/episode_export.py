@@ -47,8 +47,8 @@ def export_episodes(run: Path, target: Path, redaction: Redaction) -> Exported:
     """Write a run's kept episodes to `target`, `.jsonl` or `.parquet`, and beside it a report of
     what is left in them that is to be looked at (`remnants`), for their owner alone.
 
-    Raises `ConfigError` where there are none, or where the rules leave nothing of any text, and
-    `OSError`.
+    Raises `ConfigError` where there are none, or where the rules leave nothing of any text,
+    `EpisodesDamaged` where none can be read, and `OSError`.
     """
     if target.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{target} is to end with .jsonl or .parquet: choose another --output")
@@ -69,6 +69,8 @@ def export_episodes(run: Path, target: Path, redaction: Redaction) -> Exported:
                 remnants.look_at(rows[-1], rules.hash_fields)
         except EpisodesDamaged as error:
             damaged.append(str(error))
+    if damaged and not rows:
+        raise EpisodesDamaged(f"no kept episodes of {run} can be read: {damaged[0]}")
     redaction.check_something_left()
     _write(rows, target)
     told = {"rules": dict(redaction.found), **remnants.report()}

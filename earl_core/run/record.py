@@ -323,7 +323,6 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._named: set[int] = set()
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line, which must hold something; on disk when this returns."""
@@ -351,33 +350,33 @@ class Journal:
                 sync(self.path.parent)
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines, oldest first, without their digests; damaged ones are named and left
-        out, each once. Raises `OSError` when something else than a file lies there."""
-        lines, damaged = _read(self.path)
-        for number in sorted(set(damaged) - self._named):
-            logger.warning(
-                "line %d of %s is damaged and left out: it was edited, or a crash cut it off",
-                number,
-                self.path,
-            )
-            self._named.add(number)
-        return lines
+        """As `read_lines`."""
+        return read_lines(self.path)
+
+
+_named = set[tuple[Path, int]]()
+"""Damaged lines that this process has named: a display reads a journal again and again."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal; for onlookers, who repair and name nothing."""
-    return _read(path)[0]
-
-
-def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Whole lines, and the numbers (from 1) of damaged ones. A last line without a newline may be
-    in the middle of being written: it is neither."""
+    """All whole lines of a journal, oldest first, without their digests; damaged ones are left out,
+    and each named once. Raises `OSError` when something else than a file lies there."""
     try:
         *texts, rest = read_file(path).split(b"\n")
     except FileNotFoundError:
-        return [], []
+        return []
     lines, damaged = whole_lines([*texts, rest])
-    return lines, [number for number in damaged if number <= len(texts)]
+    # A last line without a newline may be in the middle of being written.
+    most = len(texts) if rest.startswith(b"{") else len(texts) + 1
+    for number in damaged:
+        if number <= most and (path, number) not in _named:
+            _named.add((path, number))
+            logger.warning(
+                "line %d of %s is damaged and left out: it was edited, or a crash cut it off",
+                number,
+                path,
+            )
+    return lines
 
 
 def whole_lines(texts: Sequence[bytes]) -> tuple[list[dict[str, Any]], list[int]]:

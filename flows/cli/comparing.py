@@ -19,9 +19,9 @@ from flows.cli.curve import Series, draw
 from flows.cli.found_runs import evaluations_of, find_run, iterations_of
 from flows.cli.tables import make_console, rows_table
 from tasks.reports.compare_page import Compared, compare, write_page
-from tasks.reports.compare_page.compared import facts, return_text
+from tasks.reports.compare_page.compared import facts
 from tasks.reports.compare_page.page import seconds_text
-from tasks.reports.lines import Line, interval, mean_return, outcome_names
+from tasks.reports.lines import Line, interval, mean_return, outcome_names, return_text
 
 _MARKS = f"●x+o*#%@{ascii_lowercase}{ascii_uppercase}"
 _MOST_PROMPTS = 200

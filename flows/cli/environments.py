@@ -49,7 +49,7 @@ def _chosen(target: str, options: str | None, python: str | None) -> dict[str, E
         try:
             chosen = EnvironmentConfig(name=name, agent=agent, options=given, python=python)
         except ValidationError as error:
-            raise ConfigError(explain(error, target)) from error
+            raise ConfigError(explain(error.errors(), target)) from error
         return {target: chosen}
     if not Path(target).suffix and not Path(target).exists() and target not in recipe_names():
         raise ConfigError(

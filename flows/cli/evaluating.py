@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 
 from earl_core.control.policy_player import find_checkpoint
-from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run.record import stored_config
 from earl_core.system.plural import plural
 from flows.cli.arguments import Show
@@ -18,6 +17,7 @@ from flows.cli.flow_command import FlowCommand
 from flows.cli.found_runs import find_run
 from flows.cli.tables import duration, make_console, rows_table
 from tasks.reports.lines import limit_shares
+from tasks.reports.suite_table import suite_rows
 
 
 def evaluate(

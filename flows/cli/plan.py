@@ -1,14 +1,12 @@
-"""`earl plan`: what the selector chose, or would choose, and why. Needs no GPU and no run."""
+"""`earl plan` without a run: what the selector would choose, and why. Needs no GPU."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
@@ -16,16 +14,12 @@ from earl_core.config.services import DispatchConfig
 from earl_core.control.shared_memory_need import samples_bytes
 from earl_core.deployment.plan import DeploymentPlan
 from earl_core.deployment.shapes import AdapterShape, Hardware, ModelShape
-from earl_core.dispatch import read_manifest
-from earl_core.run.record import read_lines
-from earl_core.selector.choice.changes import infeasible_text
 from earl_core.selector.choice.expected_load import GENERATED_SHARE
 from earl_core.selector.choice.explain import (
     PlannedLoad,
     ask,
     figures_text,
     memory_rows,
-    outcome_rows,
     plan_rows,
     summary,
 )
@@ -35,125 +29,12 @@ from earl_core.selector.choice.selection import SelectionInput
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.selector.model.devices import device_of
 from earl_core.selector.model.memory_model import gib
-from earl_core.selector.profile.observations import INFEASIBLE, Observation
 from earl_core.system.errors import ConfigError
 from earl_core.system.plural import plural
 from earl_core.system.shared_memory import VERSIONS, Need, enlarge, room_in
-from flows.cli.found_runs import find_run
 from flows.cli.plan_arguments import find_hardware, find_model, parse_contexts
-from flows.cli.plan_file import past_explanation
 from flows.cli.tables import make_console, rows_table
 from tasks.reports.plan_report import candidate_tables
-
-
-def explain_run(run: str, runs_directory: str, explain: bool, as_json: bool = False) -> None:
-    """Print the choices of RUN@ITERATION, made again from their sealed inputs.
-
-    explain: all attempts of the iteration with all candidates, what each infeasible stage
-    taught, and what was predicted beside what was measured.
-    """
-    name, at, number = run.partition("@")
-    if not (at and number.isdecimal()):
-        raise ConfigError(f"{run!r} is not of the form RUN@ITERATION, such as demo@12")
-    path, iteration = find_run(name, runs_directory), int(number)
-    folder = path / "iterations" / f"{iteration:06d}"
-    inputs = _sealed_inputs(path, folder, iteration)
-    seen = _observations(path, iteration)
-    plan = _sealed_plan(folder)
-    if as_json:
-        print(json.dumps(plan.model_dump(mode="json") if plan else None))
-        return
-    console = make_console()
-    policy = plan.policy if plan else inputs[-1].selector.policy
-    console.print(Text.assemble((str(path), "bold"), f", iteration {iteration}, policy {policy}"))
-    for attempt, given in enumerate(inputs[:-1] if explain else ()):
-        console.print(f"\nAttempt {attempt + 1} of {len(inputs)}", style="bold")
-        _print_attempt(given, seen, console)
-    if len(inputs) > 1:
-        console.print(f"\nAttempt {len(inputs)} of {len(inputs)}", style="bold")
-    if plan is None:
-        console.print("No plan was sealed: the run ended, or is still choosing.")
-        _print_attempt(inputs[-1], seen, console)
-        return
-    _print_plan(plan, console)
-    if explain:
-        _print_considered(inputs[-1], plan, console)
-        if rows := outcome_rows(inputs[-1], plan, seen):
-            console.print("\nPredicted and measured", style="bold")
-            console.print(rows_table(rows))
-        try:
-            past_explanation(path, inputs[-1], plan).print(console)
-        except ConfigError as error:
-            console.print(f"\nWho is where is not told: {error}", style="yellow")
-    _print_again(inputs[-1], plan, console)
-
-
-def _sealed_inputs(path: Path, folder: Path, iteration: int) -> list[SelectionInput]:
-    """The inputs of all attempts of an iteration, in their order."""
-    earlier = [
-        (int(number), file)
-        for file in folder.glob("selection.*.input")
-        if (number := file.name.split(".")[1]).isdigit()
-    ]
-    files = [file for _, file in sorted(earlier)]
-    last = folder / "selection.input"
-    files += [last] if last.is_file() else []
-    if not files:
-        known = sorted(int(p.parent.name) for p in path.glob("iterations/*/selection.input"))
-        span = f"it has {known[0]} to {known[-1]}" if known else "it has none"
-        raise ConfigError(f"iteration {iteration} of {path} made no choice: {span}")
-    try:
-        return [SelectionInput.model_validate_json(file.read_bytes()) for file in files]
-    except ValidationError as error:
-        raise ConfigError(
-            f"the choice in {folder} was sealed by another version of earl: {error}"
-        ) from error
-
-
-def _observations(path: Path, iteration: int) -> list[Observation]:
-    lines = read_lines(path / "selector.jsonl")
-    return [Observation.model_validate(x) for x in lines if x.get("iteration") == iteration]
-
-
-def _sealed_plan(folder: Path) -> DeploymentPlan | None:
-    sealed = folder / "select.json"
-    if not sealed.is_file():
-        return None
-    try:
-        return DeploymentPlan.model_validate(read_manifest(sealed).outputs["plan"])
-    except (ValidationError, KeyError) as error:
-        raise ConfigError(
-            f"the plan {sealed} was sealed by another version of earl: {error}"
-        ) from error
-
-
-def _print_attempt(given: SelectionInput, seen: Sequence[Observation], console: Console) -> None:
-    """An attempt that no sealed plan stands for any more: its choice, and what it taught."""
-    try:
-        plan = select(given)
-    except NoFeasiblePlan as error:
-        console.print(f"No feasible plan: {error}")
-        return
-    _print_plan(plan, console)
-    _print_considered(given, plan, console)
-    for item in seen:
-        own = plan.stages.get(item.stage) == item.deployment
-        if own and item.kind in INFEASIBLE:
-            console.print(infeasible_text(item), style="yellow")
-
-
-def _print_again(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
-    try:
-        again = select(given)
-    except NoFeasiblePlan as error:
-        console.print(f"Choosing again gives no plan: this version of earl finds that {error}")
-        return
-    if (again.stages, again.policy, again.division) == (plan.stages, plan.policy, plan.division):
-        console.print("Choosing again from the sealed input gives the same plan.")
-    else:
-        console.print("Choosing again gives another plan: this version of earl chooses otherwise:")
-        _print_plan(again, console)
-
 
 _CONTEXT_ON_GPUS, _CONTEXT = "8K", "1K"
 _PATIENCE = 3600.0
@@ -207,15 +88,15 @@ def explain_question(
         elif len(inputs) > 1:
             console.print(rows_table([summary(given) for given in inputs]))
         else:
-            _print_plan(select(inputs[0]), console)
+            print_plan(select(inputs[0]), console)
         if explain:
             for given in inputs:
                 mean = given.statistics.context_mean[-1]
                 console.print(f"\nContext {mean:,.0f}", style="bold")
                 plan = select(given)
                 if len(inputs) > 1:
-                    _print_plan(plan, console)
-                _print_considered(given, plan, console)
+                    print_plan(plan, console)
+                print_considered(given, plan, console)
     except NoFeasiblePlan as error:
         raise ConfigError(str(error)) from error
     if explain:
@@ -367,14 +248,16 @@ def explain_memory(hardware: str, as_json: bool = False) -> None:
     console.print(rows_table(memory_rows(MODELS, device)))
 
 
-def _print_plan(plan: DeploymentPlan, console: Console) -> None:
+def print_plan(plan: DeploymentPlan, console: Console) -> None:
+    """Print the stages of a plan, and why each is as it is."""
     rows = plan_rows(plan)
     console.print(rows_table([{k: v for k, v in row.items() if k != "why"} for row in rows]))
     for row in rows:
         console.print(Text.assemble((f"{row['stage']}: ", "bold"), row["why"]))
 
 
-def _print_considered(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
+def print_considered(given: SelectionInput, plan: DeploymentPlan, console: Console) -> None:
+    """Print all candidates beside those of the plan."""
     tables = candidate_tables(given, plan)
     if given.model.adapter is None:
         console.print(f"\n{_state(given.model, given.hardware)}")

@@ -113,6 +113,9 @@ class Explanation:
         """Print both as tables."""
         console.print("\nWho is where", style="bold")
         console.print(rows_table([_seat_row(seat) for seat in self.seats]))
+        if not self.moves:
+            console.print("\nNothing has moved: no stage that reads another is sealed.")
+            return
         what = "What moves in an iteration" if self.load else "What has moved, by what is sealed"
         console.print(f"\n{what}", style="bold")
         console.print(rows_table([move_row(move) for move in self.moves]))

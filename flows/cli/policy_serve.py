@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 
 from earl_core.config import RunConfig, parse_config
-from earl_core.config.load import apply_overrides
 from earl_core.control.policy_player import PlayedPolicy, PolicyPlayer, find_checkpoint
 from earl_core.run.record import stored_config
 from earl_core.system.errors import ConfigError
@@ -70,7 +69,7 @@ def _of_model(path: Path, overrides: list[str]) -> RunConfig:
         "environment": {"name": "prompt"},
         "rollout": {"prompts_per_iteration": 1, "group_size": 2, "max_turns": 1},
     }
-    return parse_config(apply_overrides(raw, overrides), source=str(path))
+    return parse_config(raw, str(path), overrides)
 
 
 def _choose_key(secret: Path) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from earl_core.config import ConfigError, RunConfig
 from earl_core.experience.rescoring import Rescored, run_rescore
 from earl_core.run.record import config_of_run
 from earl_core.system.errors import EarlError
+from earl_core.system.plural import plural
 from flows.cli.errors import without_frames
 from flows.cli.found_runs import find_run
 from flows.cli.tables import make_console, rows_table
@@ -26,7 +27,10 @@ def rescore(
     run: tuple[str, str], functions: list[str], overrides: list[str], as_json: bool
 ) -> None:
     """Score a run's kept episodes by each of the functions, and say how they agree with the rewards
-    that the run has trained on. A function that cannot be run is named, and the others go on."""
+    that the run has trained on. A function that cannot be run is named, and the others go on.
+
+    Raises `ConfigError` for wrong input, and `EarlError` where a function scores no episode at all.
+    """
     path = find_run(*run)
     # Which episodes failed is told at the end, and not at each attempt.
     logging.getLogger("earl_core.experience.scoring").setLevel(logging.ERROR)
@@ -47,8 +51,15 @@ def rescore(
         print(json.dumps(rows))
     else:
         _print(found, rows, make_console())
+    failed += [_scoreless(each) for each in found if not each.scored]
     if failed:
-        raise EarlError("\n".join(failed), remedy="the other functions' scores are written")
+        others = ["the other functions' scores are written"] if len(failed) < len(functions) else []
+        raise EarlError("\n".join([*failed, *others]))
+
+
+def _scoreless(found: Rescored) -> str:
+    told = f"{found.path} says why of each"
+    return f"{found.label} gave none of {plural(len(found.table), 'episode')} a score: {told}"
 
 
 def _config(path: Path, function: str, overrides: list[str]) -> RunConfig:

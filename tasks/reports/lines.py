@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earl_core.system.plural import plural
+from tasks.reports.intervals import half_interval
 
 Line = Mapping[str, Any]
 
@@ -109,6 +110,15 @@ def evaluation_text(line: Line) -> str:
 def _return_text(line: Line) -> str:
     text = signed(mean_return(line), 3)
     return f"return {text}" if text else ""
+
+
+def return_text(line: Line) -> str:
+    """An evaluation's mean return with half of its 95 % interval, such as `+0.125 ± 0.080`."""
+    text = signed(mean_return(line), 3)
+    if "return/std" not in line:
+        return text
+    error = half_interval(line["return/std"], line.get("episodes", 0))
+    return text if error is None else f"{text} ± {error:.3f}"
 
 
 def interval(line: Line, outcome: str) -> str:

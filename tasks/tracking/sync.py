@@ -17,13 +17,14 @@ from earl_core.config import ConfigError, RunConfig, dump_config
 from earl_core.config.environment import EnvironmentConfig
 from earl_core.control.guarding import found_in
 from earl_core.dispatch import Manifest, ManifestError
-from earl_core.rollout.pass_rates import suite_rows
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged
 from earl_core.run.kept_episodes import read_episodes
 from earl_core.secrets import shareable, shareable_values
 from tasks.reports.chart import selector_chart
 from tasks.reports.guard_report import newest_finding
+from tasks.reports.lines import return_text
+from tasks.reports.suite_table import suite_rows
 from tasks.tracking.inputs import played_inputs
 from tasks.tracking.metric_catalogue import described, for_mlflow
 from tasks.tracking.mlflow_client import METRICS_PER_CALL, MlflowRun, Numbers
@@ -151,7 +152,7 @@ def _evaluation_rows(evaluations: Sequence[Manifest]) -> list[dict[str, Any]]:
             if name in metrics:
                 held_out[column] = f"{metrics[name]:.0f}"
         if "return/mean" in metrics:
-            held_out["return"] = f"{metrics['return/mean']:.3f}"
+            held_out["return (95 %)"] = return_text(metrics)
         for name, part in found.outputs.get("outcomes", {}).items():
             held_out[f"{name} (95 %)"] = "{share:.0%} ({low:.0%}-{high:.0%})".format(**part)
         if len(held_out) > len(("iterations", "suite")):

@@ -15,7 +15,7 @@ import pytest
 from flows import server, server_access
 from tests import warm
 from tests.listeners import Listener, watching
-from tests.shared import in_memory
+from tests.shared import in_memory, memory_place
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "earl_core" / "recipes" / "tictactoe_tiny.yaml"
@@ -106,7 +106,7 @@ class Earl:
 
 @pytest.fixture(scope="session")
 def shared_memory() -> Iterator[Path]:
-    directory = Path(f"/dev/shm/earl-cli-tests-{os.getpid()}")
+    directory = memory_place("cli")
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
 

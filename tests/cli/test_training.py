@@ -76,7 +76,7 @@ def test_evaluate_the_initial_model_with_other_settings(earl: Earl, finished_run
     assert shown.returncode == 0, shown.stderr
     assert "the initial model (policy version 0): 4 held-out games" in shown.stdout
     # A share of all, of two prompts: the interval says how little that is.
-    assert re.search(r"easy +4 +0 +[-.\d]+ ± [.\d]+ +100\.0% \(34\.2% - 100\.0%\)", shown.stdout)
+    assert re.search(r"easy +4 +0 +[-+.\d]+ ± [.\d]+ +100\.0% \(34\.2% - 100\.0%\)", shown.stdout)
 
 
 def test_watch_games_without_a_terminal(earl: Earl, finished_run: Done) -> None:

@@ -330,14 +330,6 @@ def test_options_that_contain_themselves(tmp_path: Path) -> None:
         load_config(path)
 
 
-@pytest.mark.parametrize("override", ["a", "a..b=1", "name.x=1", "=1", "a=[1"])
-def test_bad_overrides(tmp_path: Path, override: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL))
-    with pytest.raises(ConfigError):
-        load_config(path, [override])
-
-
 def test_missing_and_malformed_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "nothing.yaml")

@@ -14,11 +14,12 @@ import pytest
 from earl_core.dispatch import ShardStore
 from earl_core.dispatch.segments.pool import SegmentPool
 from tests.dispatch.segments import MIB, SHARED, drop_idle_mappings
+from tests.shared import memory_place
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="earl-pool-", dir=SHARED) as root:
+    with tempfile.TemporaryDirectory(prefix=memory_place("pool-").name, dir=SHARED) as root:
         yield Path(root) / "run"
 
 

@@ -23,6 +23,7 @@ from earl_core.dispatch.spill.spiller import Spiller
 from earl_core.run.record import read_lines
 from tests.dispatch.soak import WORKERS, Board, Moment, config_in, control, produce, values_of
 from tests.dispatch.spilled import UID
+from tests.shared import memory_place
 
 _PATIENCE = 60.0
 
@@ -89,7 +90,7 @@ class Victims:
 
 def make_soak(tmp_path: Path) -> tuple[Path, Board]:
     shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
-    return shared / f"earl-soak-{os.getpid()}", Board()
+    return shared / memory_place("soak").name, Board()
 
 
 @pytest.mark.slow

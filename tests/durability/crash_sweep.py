@@ -30,6 +30,7 @@ from earl_core.run.record import RunDamaged
 from earl_core.tensors.errors import CheckpointError
 from tests.durability.io_calls import intercepted
 from tests.durability.life import ITERATIONS, Life, life_config, live, open_run, weights_of
+from tests.shared import MEMORY, memory_place
 
 _DESCRIPTORS = frozenset({"open", "scandir", "listdir"})
 _SPACE = frozenset(
@@ -59,7 +60,7 @@ class SweepFailed(AssertionError):
 
 def main(wanted: dict[str, int]) -> None:
     """Sweep kinds of faults, one in so many calls, in a directory of its own in shared memory."""
-    scratch = Path(tempfile.mkdtemp(prefix="earl-sweep-", dir="/dev/shm"))
+    scratch = Path(tempfile.mkdtemp(prefix=memory_place("sweep-").name, dir=MEMORY))
     try:
         warm(scratch)
         life = _undisturbed(scratch)

@@ -37,6 +37,7 @@ from flows.cli.errors import describe
 from flows.cli.found_runs import evaluations_of, iterations_of, tracking_uri
 from tests.durability.crash_sweep import SweepFailed, import_ahead, in_child
 from tests.durability.life import Life, life_config, open_run, weights_of
+from tests.shared import MEMORY, memory_place
 
 ITERATIONS = 3
 _SECONDS = 60.0
@@ -268,7 +269,7 @@ def campaign(edits: int, seed: int, results: Path | None, commands: int = 20) ->
     looked at by whole commands, too."""
     done = _done(results)
     ends: Counter[str] = Counter(done.values())
-    scratch = Path(tempfile.mkdtemp(prefix="earl-edits-", dir="/dev/shm"))
+    scratch = Path(tempfile.mkdtemp(prefix=memory_place("edits-").name, dir=MEMORY))
     try:
         template = Template(scratch)
         for number in range(edits):

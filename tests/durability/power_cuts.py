@@ -20,6 +20,7 @@ from typing import Any
 from tests.durability.crash_sweep import SweepFailed, in_child, life_after, warm
 from tests.durability.io_calls import CHANGES, intercepted
 from tests.durability.life import life_config, live
+from tests.shared import MEMORY, memory_place
 
 Tree = dict[str, "Tree | bytes"]
 
@@ -124,7 +125,7 @@ def record(root: Path, draws: int) -> list[tuple[Tree, list[str]]]:
 
 def main(draws: int, every: int) -> None:
     """Record a life, then live on from all that a power cut may leave of it, or one in `every`."""
-    scratch = Path(tempfile.mkdtemp(prefix="earl-power-", dir="/dev/shm"))
+    scratch = Path(tempfile.mkdtemp(prefix=memory_place("power-").name, dir=MEMORY))
     root, states = scratch / "root", scratch / "states"
     try:
         (root / "runs").mkdir(parents=True)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.flows.runs import Runs
-from tests.shared import free_port, made_once, session_process
+from tests.shared import free_port, made_once, memory_place, session_process
 
 _SERVED = """
 "$1" -m tests.flows.prefect_server server start --port "$2" >"$3/server.log" 2>&1 &
@@ -47,8 +47,8 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _start_server() -> dict[str, str]:
-    port, session = free_port(), str(session_process())
-    home = Path(f"/dev/shm/earl-tests-prefect-{session}")
+    port, session = free_port(), session_process()
+    home = memory_place("prefect", session)
     home.mkdir(mode=0o700)
     environment = {
         "PREFECT_HOME": str(home),
@@ -60,7 +60,7 @@ def _start_server() -> dict[str, str]:
         "DO_NOT_TRACK": "1",
     }
     server = subprocess.Popen(
-        ["sh", "-c", _SERVED, "sh", sys.executable, str(port), str(home), session],
+        ["sh", "-c", _SERVED, "sh", sys.executable, str(port), str(home), str(session)],
         env={**os.environ, **environment},
         start_new_session=True,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import scipy.stats
 from earl_core.config import ConfigError
 from earl_core.experience.rescoring import SCHEMA, Agreement, Rescored, run_rescore
 from earl_core.run.record import config_of_run
+from earl_core.system.errors import EarlError
 from flows.cli.rescoring import rescore
 from tests.flows.runs import REPOSITORY, Runs
 
@@ -87,13 +89,32 @@ def test_a_failure_is_said_in_a_line_and_steers_no_terminal(
     trained: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(trained.directory)
-    rescore((str(trained.run()), ""), ["new_scores:rude"], ["reward.retries=0"], False)
+    with pytest.raises(EarlError, match=r"^rude gave none of 16 episodes a score: .*rude\.parquet"):
+        rescore((str(trained.run()), ""), ["new_scores:rude"], ["reward.retries=0"], False)
     shown = capsys.readouterr().out
     said = "ValueError: no score \N{REPLACEMENT CHARACTER}[2Jfor you"
     (line,) = [line for line in shown.splitlines() if said in line]
     assert line.startswith("rude: ")
     assert line.count("rude") == 1
     assert "\x1b" not in shown
+
+
+def test_a_function_without_any_score_is_an_error_and_the_others_are_written(
+    trained: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(trained.directory)
+    run, once = (str(trained.run()), ""), ["reward.retries=0"]
+    rescore(run, ["new_scores:picky"], once, True)
+    both = ["new_scores:rude", "new_scores:same"]
+    with pytest.raises(EarlError, match=r"^rude gave none .*\nthe other functions' scores are"):
+        rescore(run, both, once, True)
+    copied = tmp_path / "run"
+    shutil.copytree(trained.run(), copied, ignore=shutil.ignore_patterns("rescored"))
+    for kept in copied.glob("iterations/*/episodes.parquet"):
+        kept.write_bytes(b"nothing")
+    with pytest.raises(EarlError, match=r"no kept episodes of .* can be read"):
+        rescore((str(copied), ""), ["new_scores:same"], once, True)
+    assert not (copied / "rescored/same.parquet").exists()
 
 
 def test_the_queries_of_the_page_answer_of_a_run(

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared import memory_place
+
 ROOT = Path(__file__).resolve().parents[2]
 
 USERS_FILES = {
@@ -76,6 +78,6 @@ def hostile(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shared_memory() -> Iterator[Path]:
-    directory = Path(f"/dev/shm/earl-install-tests-{os.getpid()}")
+    directory = memory_place("install")
     yield directory
     shutil.rmtree(directory, ignore_errors=True)

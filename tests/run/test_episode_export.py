@@ -13,7 +13,7 @@ import pytest
 from earl_core.config import ConfigError
 from earl_core.config.redaction import load_rules
 from earl_core.run.episode_export import Exported, export_episodes
-from earl_core.run.episodes import SCHEMA
+from earl_core.run.episodes import SCHEMA, EpisodesDamaged
 from earl_core.secrets.rules import Redaction
 
 WORD = "Ada Lovelace"
@@ -198,3 +198,8 @@ def test_what_cannot_be_exported_is_said(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "mine.jsonl").read_text() == "mine"
     with pytest.raises(ConfigError, match="has kept no episodes"):
         export_episodes(tmp_path / "none", tmp_path / "out.jsonl", Redaction())
+    for file in run.glob("iterations/*/episodes.parquet"):
+        file.write_bytes(b"nothing")
+    with pytest.raises(EpisodesDamaged, match=r"no kept episodes of .* can be read"):
+        export_episodes(run, tmp_path / "out.jsonl", Redaction())
+    assert not (tmp_path / "out.jsonl").exists()

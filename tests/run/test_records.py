@@ -61,9 +61,21 @@ def test_a_line_that_is_being_written_is_left_out_and_an_edited_one_named(
     assert [line["x"] for line in journal.read()] == [0, 1, 2]
     assert not caplog.text
     journal.path.write_text(text.replace('"x": 1', '"x": 7'))
-    assert read_lines(journal.path) == [{"x": 0}, {"x": 2}]
     assert [line["x"] for line in journal.read()] == [0, 2]
     assert "line 2" in caplog.text
+
+
+@pytest.mark.parametrize("garbage", ["garbage", "garbage\n", "\0\0", '{"x": 3}\n'])
+def test_onlookers_are_told_of_a_damaged_line_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, garbage: str
+) -> None:
+    journal = Journal(tmp_path / "a.jsonl")
+    journal.append({"x": 0})
+    whole = journal.path.read_text()
+    journal.path.write_text(whole + garbage)
+    for _ in range(2):
+        assert read_lines(journal.path) == [{"x": 0}]
+    assert caplog.text.count(f"line 2 of {journal.path} is damaged") == 1
 
 
 def test_nothing_but_a_file_is_read_and_nothing_blocks(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,15 +89,32 @@ def test_measurements_hold_for_critics_that_take_as_many_steps() -> None:
     assert mark() == mark(learning_rate=1e-3) != mark(minibatches=8)
 
 
-def test_a_choice_with_a_critic_takes_little_time() -> None:
-    asked = given(critic=CRITIC, needs_reference=True)
-    taken = []
-    for _ in range(6):
-        began = time.process_time()
-        select(asked)
-        taken.append(time.process_time() - began)
-    # Of a busy machine the mean says more of the others.
-    assert min(taken) < 0.15
+def test_its_candidates_multiply_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice predicts, and computes the memory of, as many more as a critic alone brings."""
+    asked = dict.fromkeys(("predict", "formula_peak"), 0)
+
+    def counted(name: str) -> Callable[..., object]:
+        own = getattr(Predictor, name)
+
+        def count(*given: object) -> object:
+            asked[name] += 1
+            return own(*given)
+
+        return count
+
+    for name in asked:
+        monkeypatch.setattr(Predictor, name, counted(name))
+
+    def work(**settings: Any) -> np.ndarray:
+        asked.update(dict.fromkeys(asked, 0))
+        select(given(**settings))
+        return np.array(list(asked.values()))
+
+    plain, critic, reference = work(), work(critic=CRITIC), work(needs_reference=True)
+    assert (plain > 0).all()
+    assert (critic < 3 * plain).all()
+    both = work(critic=CRITIC, needs_reference=True)
+    assert (both - plain <= (critic - plain) + (reference - plain)).all()
 
 
 def beside(memory: float, critic: CriticConfig | None) -> SelectionInput:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from earl_core.deployment.plan import DeploymentPlan, Forbidden
@@ -25,6 +27,7 @@ from earl_core.selector.profile.observations import Observation
 from earl_core.system.errors import ConfigError
 from flows.cli.app import app
 from flows.cli.plan_arguments import find_hardware, find_model, parse_contexts
+from tests.config.test_config import MINIMAL
 from tests.selector.examples import given
 
 
@@ -234,8 +237,10 @@ def test_a_past_choice_is_made_again(tmp_path: Path, policy: str) -> None:
     assert "gives the same plan" in text
     assert "candidates" in text
     assert ("does not weigh these" in text) == (policy == "fixed")
-    code, text = run("demo@13", "--runs-directory", str(tmp_path))
-    assert code == 2
+    for iteration, told in ((13, "is not chosen yet"), (11, "made no choice")):
+        code, text = run(f"demo@{iteration}", "--runs-directory", str(tmp_path))
+        assert code == 2
+        assert told in text
 
 
 def test_a_choice_that_came_out_otherwise_is_shown(tmp_path: Path) -> None:
@@ -298,9 +303,23 @@ def test_an_iteration_for_which_nothing_was_feasible(tmp_path: Path) -> None:
     assert "No feasible plan" in text
 
 
+def test_a_choice_that_no_plan_stands_for_yet_is_explained(tmp_path: Path) -> None:
+    path = sealed_run(tmp_path, given(8192.0))
+    (path / "iterations/000012/select.json").unlink()
+    (path / "config.yaml").write_text(yaml.safe_dump(MINIMAL))
+    code, text = run("--explain", "demo@12", "--runs-directory", str(tmp_path))
+    assert code == 0, text
+    assert "No plan was sealed" in text
+    assert re.search(r"Who is where\n.*\n.*\nrollout +engine 0 ", text)
+    assert "Nothing has moved" in text
+    code, short = run("demo@12", "--runs-directory", str(tmp_path))
+    assert code == 0
+    assert "Who is where" not in short
+
+
 def test_neither_selector_nor_command_imports_torch() -> None:
     code = (
-        "import sys, earl_core.selector, earl_core.selector.choice.explain, flows.cli.plan\n"
+        "import sys, earl_core.selector, earl_core.selector.choice.explain, flows.cli.past_plan\n"
         "heavy = {'torch', 'transformers', 'vllm', 'prefect', 'mlflow'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

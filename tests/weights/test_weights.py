@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from earl_core.weights.load import manifest_from_directory, match, open_weights,
 from earl_core.weights.manifest import WeightsManifest, config_digest
 from earl_core.weights.publish import publish
 from tests.engines.models import make
+from tests.shared import memory_place
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -178,6 +178,7 @@ from pathlib import Path
 import torch
 from earl_core.weights.load import match
 from earl_core.weights.publish import publish
+from tests.shared import memory_place
 directory = Path({str(tmp_path)!r})
 try:
     publish({{"a": torch.zeros(4 << 20)}}, directory, 1, "float32")
@@ -211,7 +212,7 @@ def test_an_interrupted_publication_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_publishing_to_shared_memory_is_quick_and_clean() -> None:
-    directory = Path("/dev/shm") / f"earl-test-{uuid.uuid4().hex}"
+    directory = memory_place("weights")
     try:
         manifest = publish({"a": torch.randn(1 << 20)}, directory, 7, "bfloat16")
         assert Path(manifest.files[0].path).parent == directory

@@ -20,6 +20,7 @@ from earl_core.config.redaction import redaction_of
 from earl_core.control.ancestor import beginning
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
+from earl_core.control.preflight import check_expected
 from earl_core.control.routing_checks import check_routing, routing_warning
 from earl_core.control.selector_policy import settled
 from earl_core.control.teachers import check_teachers, find_teachers, reference_shapes
@@ -210,6 +211,8 @@ def stages(config: RunConfig) -> Iterator[Finding]:
         shape = read_model_shape(Path(config.model.path))
     if shape is not None:
         check_stages(config, shape, hardware)
+    else:
+        check_expected(config, hardware)
     yield from ()
 
 

@@ -140,7 +140,9 @@ def plan(
             given = run, runs_directory, overrides or [], hardware
             explain_file(*given, explain, as_json, model, context)
         elif run is not None:
-            planning.explain_run(run, runs_directory, explain, as_json)
+            from flows.cli.past_plan import explain_run
+
+            explain_run(run, runs_directory, explain, as_json)
         else:
             load = {"responses": responses, "running": running, "engine_share": engine_share}
             asked = {**load, "reference": reference, "staleness": staleness}

@@ -14,7 +14,7 @@ from earl_core.run.record import FORKED
 from earl_core.secrets import shareable_tree
 from earl_core.system.errors import ConfigError
 from tasks.reports.intervals import half_interval
-from tasks.reports.lines import Line, mean_return, signed, total_seconds
+from tasks.reports.lines import Line, mean_return, return_text, signed, total_seconds
 from tasks.reports.run_page.records import RunRecords, read_records
 
 _SECONDS = "stage_seconds"
@@ -116,15 +116,6 @@ def stage_seconds(iterations: Sequence[Line], stage: str) -> StageSeconds | None
     mean = math.fsum(values) / len(values)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
     return StageSeconds(mean, half_interval(spread, len(values)), len(values))
-
-
-def return_text(line: Line) -> str:
-    """An evaluation's mean return with half of its 95 % interval, such as `+0.125 ± 0.080`."""
-    text = signed(mean_return(line), 3)
-    if "return/std" not in line:
-        return text
-    error = half_interval(line["return/std"], line.get("episodes", 0))
-    return text if error is None else f"{text} ± {error:.3f}"
 
 
 def facts(label: str, records: RunRecords) -> dict[str, str]:
