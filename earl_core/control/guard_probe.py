@@ -75,7 +75,7 @@ def _places(
 
 def _drawn(controller: RunController, iteration: int) -> Probe | None:
     """The run's probe, drawn now where there is none; None before an iteration whose episodes are
-    kept has ended."""
+    kept has ended. Raises as `draw_probe` does, and `EpisodesDamaged` where none is of use."""
     config, run = controller.config, controller.run
     with _drawing:
         probe = _current(controller, iteration)
@@ -86,13 +86,9 @@ def _drawn(controller: RunController, iteration: int) -> Probe | None:
         file = next((each for each in files if each.is_file()), None)
         if file is None:
             return None
-        try:
-            probe.episodes = draw_probe(file, config.seed, run.branches)
-        except (EpisodesDamaged, OSError) as error:
-            logger.warning("iteration %d: the guard has no probe: %s", iteration, error)
-            return None
+        probe.episodes = draw_probe(file, config.seed, run.branches)
         if not probe.episodes:
-            return None
+            raise EpisodesDamaged(f"{file} holds no episode without a secret")
         probe.write(run.path)
     text = f"a probe of {len(probe.episodes)} episodes is drawn of iteration {file.parent.name}"
     run.note(iteration, "guard", text)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.control.guard_probe import probe_findings
+from earl_core.control.guard_probe import probe_findings, probed_environments
 from earl_core.dispatch import Manifest
 from earl_core.environments.base import Message, StepResult
 from earl_core.environments.hosting.pool import EnvironmentPool
@@ -31,7 +31,9 @@ from earl_core.experience.probe import (
 )
 from earl_core.rollout.environment_pools import EnvironmentPools
 from earl_core.run import RunDirectory
+from earl_core.secrets.redactor import HIDDEN
 from earl_core.system.processes import host_name
+from tests.run.test_episode_export import kept
 from tests.run.test_run_directory import config_in
 
 
@@ -160,6 +162,19 @@ async def test_a_host_that_does_not_see_the_probe_is_told_of_once(
         assert found == ["", host_name()]
         (line,) = [each["event"] for each in run.ledger() if each["stage"] == "guard"]
         assert f"could not look at recorded episodes on host {host_name()}" in line
+
+
+def test_a_run_that_has_no_probe_says_so_once(tmp_path: Path) -> None:
+    """A probe holds no secrets, which all that was kept may have."""
+    with closing(RunDirectory.open(config_in(tmp_path))) as run:
+        controller: Any = SimpleNamespace(run=run, config=run.config, guard_faults=set())
+        assert probed_environments(controller, 0) == {}
+        kept(run.path, [{"texts": [f"pay {HIDDEN}", "yes", ""], "turns": 1}])
+        for iteration in (4, 5):
+            assert probed_environments(controller, iteration) == {}
+        (line,) = [each["event"] for each in run.ledger() if each["stage"] == "guard"]
+        assert "could not look at its probe" in line
+        assert "episodes.parquet holds no episode without a secret" in line
 
 
 def test_scores_are_equal_to_a_millionth() -> None:
