@@ -12,7 +12,8 @@ from typing import Any
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
 from earl_core.config import ConfigError
-from earl_core.control.guarding import found_in, guard_metrics, kept_for_return
+from earl_core.control.guard_decisions import found_in
+from earl_core.control.guarding import guard_metrics, kept_for_return
 from earl_core.control.resume_point import is_covered
 from earl_core.control.run_controller import RunController
 from earl_core.control.stage_execution import observe

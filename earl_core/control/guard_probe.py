@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from earl_core.config import RunConfig
 from earl_core.config.stage_keys import stage_settings
+from earl_core.control.guard_decisions import decisions_of
 from earl_core.control.guard_faults import contained, tell_fault
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stages import rows_of
@@ -17,6 +18,7 @@ from earl_core.environments.rewards.reward_functions import BUILT_IN
 from earl_core.experience.probe import PROBE, Asked, Probe
 from earl_core.experience.probe_drawing import draw_probe
 from earl_core.guard.decision import Finding
+from earl_core.guard.ladder import CONFIRMED, OPEN, PROBED
 from earl_core.guard.seen import environment_source, function_source
 from earl_core.run.episodes import PROBE_NAME, EpisodesDamaged
 from earl_core.system.files import canonical_json
@@ -69,8 +71,26 @@ def _places(
     if probe is None:
         return {}
     episodes = controller.config.rollout.episodes_per_iteration
-    places = {source: probe.places(source, iteration, episodes) for source in sources}
+    found = contained(
+        controller, iteration, "what was found", lambda: _found(controller, iteration), set[int]()
+    )
+    places = {source: probe.places(source, iteration, episodes, found) for source in sources}
     return {source: asked for source, asked in places.items() if asked}
+
+
+def _found(controller: RunController, iteration: int) -> set[int]:
+    """Ids of episodes that were answered otherwise lately: asked for again at once, a source shows
+    whether it does so still. Of iterations that have ended, however far those go that run ahead."""
+    ended = ended_before(controller, iteration)
+    lines = (each for each in controller.run.numbers.read()[-OPEN:] if each["iteration"] <= ended)
+    told = [
+        int(each["iteration"])
+        for each in lines
+        if each["iteration"] > ended - CONFIRMED and any(each.get(f"guard/{k}") for k in PROBED)
+    ]
+    known = decisions_of(controller.run, told).values()
+    findings = (found for each in known for found in each.findings)
+    return {e for each in findings if each.kind in PROBED for e in each.episodes}
 
 
 def _drawn(controller: RunController, iteration: int) -> Probe | None:
@@ -98,7 +118,7 @@ def _drawn(controller: RunController, iteration: int) -> Probe | None:
 def _current(controller: RunController, iteration: int) -> Probe:
     """The run's probe, drawn or not; a new one where there is none, or its sources have changed:
     episodes from before are of others, or of what somebody has put right."""
-    settings, path = _settings(controller.config), controller.run.path
+    settings, path = source_settings(controller.config), controller.run.path
     probe = Probe.read(path)
     if probe is None or probe.settings != settings:
         probe = Probe(settings=settings, since=iteration)
@@ -106,7 +126,7 @@ def _current(controller: RunController, iteration: int) -> Probe:
     return probe
 
 
-def _settings(config: RunConfig) -> str:
+def source_settings(config: RunConfig) -> str:
     """A digest of what decides how sources answer."""
     asked = {
         "functions": stage_settings(config, "reward"),
@@ -142,8 +162,21 @@ def probe_findings(
     found = []
     for part in asked:
         for source in sorted(part.otherwise.keys() - {*now.off, *now.unsteady}):
-            kind = "probe_environment" if source.startswith("environment") else "probe_reward"
-            text = f"{source} {part.text(source, 'before')}"
-            named = tuple(each for each, _ in part.otherwise[source])
-            found.append(Finding(kind=kind, onset=iteration, text=text, episodes=named))
+            found.append(_finding(controller, iteration, probe, part, source))
     return found
+
+
+def _finding(
+    controller: RunController, iteration: int, probe: Probe, part: Asked, source: str
+) -> Finding:
+    """The finding that a source answers otherwise. Where it does so for fewer than half, they may
+    be wrong since they were asked for last."""
+    told, text = part.otherwise[source], f"{source} {part.text(source, 'before')}"
+    onset = iteration
+    if 2 * len(told) < part.asked[source]:
+        turn = probe.turn(source, controller.config.rollout.episodes_per_iteration)
+        onset = max(probe.since, iteration - turn + 1)
+        text += f"; all of them were asked for once since iteration {onset}"
+    kind = PROBED[0] if source.startswith("environment") else PROBED[1]
+    named = tuple(each for each, _ in told)
+    return Finding(kind=kind, onset=onset, text=text, episodes=named)

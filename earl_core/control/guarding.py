@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
+from earl_core.control.guard_decisions import decisions_of
 from earl_core.control.guard_faults import contained, tell_fault
 from earl_core.control.guard_probe import compared_since, ended_before, probe_findings
 from earl_core.control.run_controller import RunController
 from earl_core.deployment.stages import rows_of
-from earl_core.dispatch import Manifest, ManifestError
+from earl_core.dispatch import Manifest
 from earl_core.environments.real_numbers import invalid_rewards
 from earl_core.guard.decision import Decision, Finding, decision_of, not_judged
 from earl_core.guard.detectors import Numbers, Settings, detect, without_sources
@@ -114,7 +112,7 @@ def quarantined_before(run: RunDirectory, rows: Manifest) -> set[int]:
     own iterations: nobody looks at them twice. rows: the seal of the stage that wrote its rows."""
     size, again = run.config.rollout, set(replayed_groups(rows))
     homes = sorted({group // size.prompts_per_iteration for group in again})
-    told = _decisions(run, homes).values()
+    told = decisions_of(run, homes).values()
     return {e for each in told for e in each.quarantined if e // size.group_size in again}
 
 
@@ -176,31 +174,10 @@ def _history(controller: RunController, iteration: int) -> list[Numbers]:
     return [line if line["iteration"] >= since else without_sources(line) for line in lines]
 
 
-def found_in(run: RunDirectory, through: int) -> dict[int, Decision]:
-    """The decisions with a finding of the iterations up to one, as far as they can be read."""
-    lines = [each for each in run.numbers.read() if each["iteration"] < through]
-    numbers = [int(each["iteration"]) for each in lines if each.get("guard/findings")]
-    read = _decisions(run, [*numbers[-_READ:], through])
-    return {number: each for number, each in read.items() if each.findings}
-
-
-def _decisions(run: RunDirectory, iterations: Iterable[int]) -> dict[int, Decision]:
-    found = {}
-    for number in iterations:
-        # What cannot be read says nothing.
-        with suppress(ManifestError, ValidationError):
-            decision = decision_of(run.manifest(number, "advantage"))
-            found[number] = decision
-    return found
-
-
-_READ = 50
-
-
 def _past(controller: RunController, iteration: int, history: Sequence[Numbers]) -> Past:
     run, ended = controller.run, ended_before(controller, iteration)
     told = (e for e in history[-OPEN:] if e.get("guard/findings") or e.get("guard/cautious"))
-    earlier = _decisions(run, (int(each["iteration"]) for each in told))
+    earlier = decisions_of(run, (int(each["iteration"]) for each in told))
     checkpoints = [each for each in run.stable_iterations() if each <= ended]
     lag = controller.config.schedule.staleness
     returns, caution = len(run.branches.opened), branch_caution(run.branches, iteration)

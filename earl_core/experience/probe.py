@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,18 +93,28 @@ class Probe(BaseModel):
         """What tells it from the run's earlier ones."""
         return f"{self.settings[:16]}@{self.since}"
 
-    def places(self, source: str, iteration: int, episodes: int) -> list[int]:
-        """The episodes that an iteration asks a source for, all in turn. episodes: how many it
-        plays."""
+    def places(
+        self, source: str, iteration: int, episodes: int, found: Container[int] = ()
+    ) -> list[int]:
+        """The episodes that an iteration asks a source for: those that were answered otherwise
+        lately, and all in turn. episodes: how many it plays. found: ids of the former."""
         size = len(self.episodes)
         if source in self.off:
             return []
         if source not in self.settled:
             return list(range(size))
-        count = min(ASKED, size)
-        if source in self.slow:
-            count = min(count, max(1, episodes // _SHARE))
-        return [(iteration * count + at) % size for at in range(count)]
+        count = self._count(source, episodes)
+        again = [at for at, e in enumerate(self.episodes) if e.episode["episode_id"] in found]
+        turn = [(iteration * count + at) % size for at in range(count)]
+        return [*again, *(at for at in turn if at not in again)][:count]
+
+    def turn(self, source: str, episodes: int) -> int:
+        """Iterations in which a source is asked for all, in turn. episodes: as of `places`."""
+        return math.ceil(len(self.episodes) / self._count(source, episodes))
+
+    def _count(self, source: str, episodes: int) -> int:
+        count = min(ASKED, len(self.episodes))
+        return min(count, max(1, episodes // _SHARE)) if source in self.slow else count
 
     def after(self, asked: Sequence[Asked], iteration: int) -> tuple[Probe, dict[str, str]]:
         """The probe when these answers of an iteration are known, however often it is asked; and

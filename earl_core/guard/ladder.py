@@ -12,7 +12,10 @@ from earl_core.guard.decision import NOT_JUDGED, Decision, Finding
 OF_EPISODES = ("reward_range", "reward_invalid")
 """Findings that name the episodes that show them."""
 
-OF_SOURCES = ("probe_reward", "probe_environment", "reward_constant")
+PROBED = ("probe_environment", "probe_reward")
+"""Findings of the probe."""
+
+OF_SOURCES = (*PROBED, "reward_constant")
 """Findings about who pays: no smaller step helps, and whatever was learnt since is wrong."""
 
 AS_PLAYED = (

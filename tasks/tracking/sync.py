@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from earl_core.config import ConfigError, RunConfig, dump_config
 from earl_core.config.environment import EnvironmentConfig
-from earl_core.control.guarding import found_in
+from earl_core.control.guard_decisions import found_in
 from earl_core.dispatch import Manifest, ManifestError
 from earl_core.run import RunDirectory
 from earl_core.run.episodes import EpisodesDamaged
