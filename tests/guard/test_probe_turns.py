@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from earl_core.control.guard_probe import source_settings, probe_findings, probed_environments
+from earl_core.control.guard_probe import probe_findings, probed_environments, source_settings
 from earl_core.dispatch import Manifest
 from earl_core.experience.probe import ASKED, PROBE, SIZE, Asked, Probe
 from earl_core.guard.decision import GUARD, Decision, Finding
