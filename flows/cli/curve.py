@@ -50,7 +50,7 @@ def draw(
         for row, cells in enumerate(grid)
     ]
     lines.append(f"{'':>{margin}} └{'─' * WIDTH}")
-    left, right = f"iteration {first:g}", f"{last:g}"
+    left, right = f"iterations done: {first:g}", f"{last:g}"
     lines.append(f"{'':>{margin}}  {left}{right:>{max(1, WIDTH - len(left))}}")
     lines.append(f"{'':>{margin}}  {'   '.join(f'{one.mark} {one.name}' for one in shown)}")
     return "\n".join(lines)
