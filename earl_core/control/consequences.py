@@ -58,7 +58,7 @@ def heed(run: RunDirectory, advantage: Manifest) -> None:
     name = shlex.quote(str(run.path))
     raise GuardStops(
         f"the guard stops the run after the advantages of iteration {iteration}, before its "
-        f"update: {decision.stop}. {_found(decision)}",
+        f"update: {decision.stop}",
         remedy="all that is sealed stays. Change what is wrong in the run file and go on with "
         f"`earl resume {name}`, from an earlier checkpoint with `--from N`; or go on as it is with "
         f"`earl resume {name} --set guard=warn`",

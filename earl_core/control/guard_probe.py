@@ -170,13 +170,16 @@ def _finding(
     controller: RunController, iteration: int, probe: Probe, part: Asked, source: str
 ) -> Finding:
     """The finding that a source answers otherwise. Where it does so for fewer than half, they may
-    be wrong since they were asked for last."""
+    be wrong since they were asked for last, but not since before the branch, which begins where all
+    was well."""
     told, text = part.otherwise[source], f"{source} {part.text(source, 'before')}"
     onset = iteration
     if 2 * len(told) < part.asked[source]:
         turn = probe.turn(source, controller.config.rollout.episodes_per_iteration)
-        onset = max(probe.since, iteration - turn + 1)
-        text += f"; all of them were asked for once since iteration {onset}"
+        branch = controller.run.branches.at(iteration)
+        begins = 0 if branch is None else branch.after + 1
+        onset = max(probe.since, begins, iteration - turn + 1)
+        text += f"; all of them were asked for since iteration {onset}"
     kind = PROBED[0] if source.startswith("environment") else PROBED[1]
     named = tuple(each for each, _ in told)
     return Finding(kind=kind, onset=onset, text=text, episodes=named)

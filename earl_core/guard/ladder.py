@@ -81,8 +81,9 @@ def decide(
     if past.returns < MOST_RETURNS:
         return made(findings=told, back_to=back_to)
     why = f"the run went back {past.returns} times, and this is still there: "
+    causing = "; ".join(f"{each.text} ({each.kind})" for each in causes)
     good = f"the checkpoint of iteration {back_to}" if back_to >= 0 else "the initial model"
-    stop = f"{why}{'; '.join(each.text for each in causes)}; {good} is from before it"
+    stop = f"{why}{causing}; {good} is from before it"
     return made(findings=told, stop=stop)
 
 

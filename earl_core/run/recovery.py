@@ -168,7 +168,7 @@ def _set_aside(run: Path, last: int, reason: str, place: Path | None = None) -> 
         sync(target.parent)
     _cut_metrics(run, last)
     text = f"goes on after iteration {last}" if last >= 0 else "begins again"
-    event = f"{reason} The run {text}; what came later was moved to {place}."
+    event = f"{reason.rstrip('.')}. The run {text}; what came later was moved to {place}."
     logger.warning("%s", event)
     line = {"time": round(time.time(), 3), "iteration": max(last, 0), "stage": "checkpoint"}
     Journal(run / "ledger.jsonl").append({**line, "event": event})

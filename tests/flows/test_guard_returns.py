@@ -26,7 +26,12 @@ from tests.flows.test_stream import stream
 FOUND = {"kind": "reward_shift", "onset": 1, "text": "The mean reward fell.", "prompts": [["", 5]]}
 BACK: dict[str, Any] = {"iteration": 2, "findings": [FOUND], "back_to": 0}
 KEEPING = ("iterations=3", "checkpoint.keep_last=3")
-STOP = {"iteration": 1, "findings": [FOUND], "stop": "the run went back three times"}
+TOLD = "The mean reward fell (reward_shift)"
+STOP = {
+    "iteration": 1,
+    "findings": [FOUND],
+    "stop": f"the run went back three times, and this is still there: {TOLD}",
+}
 CAUTIOUS = {"iteration": 1, "cautious": True}
 STREAM = (*stream(1, 3), "checkpoint.keep_last=3")
 
@@ -140,7 +145,7 @@ def test_an_iteration_by_itself_returns_and_the_next_goes_on(story: Runs) -> Non
 def test_a_stop_says_why_and_goes_on_when_settings_have_changed(story: Runs) -> None:
     said = (story.directory / "stopped.txt").read_text()
     assert "iteration 1, before its update: the run went back three times" in said
-    assert "The mean reward fell (reward_shift)" in said
+    assert said.count(TOLD) == 1
     assert "earl resume" in said
     # The advantages of iteration 1 were made once.
     assert story.executed("sealed", "stop").count((1, "advantage")) == 1
@@ -267,9 +272,10 @@ def test_a_function_that_stays_wrong_is_gone_back_from_three_times_and_then_stop
     )
     found = branches(runs)
     assert [each["number"] for each in found] == [1, 2, 3]
-    assert [each["after"] for each in found] == [BEGINS - 1] * 3
+    (after,) = {each["after"] for each in found}
+    assert 0 <= after < BEGINS
     assert all("probe_reward" in each["kinds"] for each in found)
     assert "went back 3 times" in str(ending)
     assert sorted(path.name for path in (runs.run() / "set_aside").iterdir()) == ["1", "2", "3"]
     returns = [line["reward/mean"] for line in runs.metrics()]
-    assert len(returns) > BEGINS
+    assert len(returns) > after

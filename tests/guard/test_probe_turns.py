@@ -79,7 +79,7 @@ def test_what_turned_for_few_is_confirmed_at_once_and_undone_whole(turning: Turn
     assert found == [12, 13, 14]
     (finding,) = turning.past[12].findings
     assert (finding.onset, finding.episodes) == (9, WRONG)
-    assert finding.text.endswith("all of them were asked for once since iteration 9")
+    assert finding.text.endswith("all of them were asked for since iteration 9")
     assert turning.past[12].back_to is None
     assert turning.past[13].back_to == 8
 
@@ -93,6 +93,17 @@ def test_what_was_found_is_asked_for_until_it_is_right_and_the_others_in_turn(
     assert [set(WRONG) <= set(places) for places in asked[:5]] == [True] * 5
     assert {len(places) for places in asked} == {ASKED}
     assert {place for places in asked[-4:] for place in places} == set(range(SIZE))
+
+
+def test_a_branch_is_gone_back_from_no_further_than_to_where_it_began(turning: Turning) -> None:
+    for number in range(8):
+        turning.iteration(number, ())
+    told = {"kinds": ["probe_environment"], "text": "", "left_out": (), "set_aside": ""}
+    turning.run.branches = turning.run.branches.further(after=7, from_iteration=9, **told)
+    turning.iteration(8, WRONG)
+    turning.iteration(9, (8, 9))
+    (finding,) = turning.past[9].findings
+    assert (finding.onset, finding.episodes) == (8, (8, 9))
 
 
 def test_what_turned_for_most_has_done_so_now(turning: Turning) -> None:
