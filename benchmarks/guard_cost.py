@@ -50,8 +50,8 @@ def _fill(report: Report, scratch: Path, options: Any) -> None:
     report.headline["guard_cost"] = statistics.median(ratios)
     report.notes.append(
         f"warn / off over the pairs: {interval(ratios)}. Lower quartiles of "
-        f"{options.iterations - 1} iterations each, which other programs disturb less than medians; "
-        "the first of a run is left out."
+        f"{options.iterations - 1} iterations each, as other programs disturb medians more; the "
+        "first of a run is left out."
     )
 
 
