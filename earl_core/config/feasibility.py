@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from earl_core.config.engine_models import (
+    check_cache,
+    check_context,
+    check_layers,
+    check_on_vllm,
+    check_tried,
+)
 from earl_core.config.rollout import RolloutConfig
 from earl_core.config.run import RunConfig
 from earl_core.config.stages import StagesConfig
@@ -12,11 +19,6 @@ from earl_core.deployment.placement import hosts_of, most_on_a_host
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.system.errors import ConfigError
-
-_NOT_ON_VLLM = ("apertus", "diffllama", "gemma3n_text", "gpt_bigcode", "gpt_neox", "hrm_text")
-PROVEN = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")
-"""Mixtures of which vLLM was seen to compute with new experts as the trainer does. DeepSeek's
-loader takes no joined experts, and its CPU build answered otherwise from the start."""
 
 
 def configured(
@@ -68,23 +70,17 @@ def engines_of_a_host(config: RunConfig, hardware: Hardware) -> int:
 
 
 def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> None:
-    """Raise `ConfigError` for stage deployments that this model or this machine does not allow.
+    """Raise `ConfigError` for stage deployments that this model or this machine does not allow, and
+    for a model that engine or trainer does not compute.
 
     The message names the degrees that work, or the devices there are.
     """
     check_devices(config, hardware)
     if model.states is not None:
         _check_states(config.rollout, model.model_type, hardware)
-    if model.experts > 1 and config.rollout.engine == "vllm" and model.model_type not in PROVEN:
-        raise ConfigError(
-            f"rollout.engine=vllm was proven to take new experts of {', '.join(PROVEN)} only, and "
-            f"this is a {model.model_type} model of {model.experts}: set rollout.engine=torch"
-        )
-    if config.rollout.engine == "vllm" and model.model_type in _NOT_ON_VLLM:
-        raise ConfigError(
-            f"rollout.engine=vllm was tried with a {model.model_type} model, and did not start or "
-            "answered otherwise than transformers: set rollout.engine=torch"
-        )
+    check_tried(model, config.rollout.engine)
+    check_layers(model)
+    check_context(model.max_positions, config.rollout.max_model_len or 0)
     if config.rollout.vllm.expert_parallel and model.experts <= 1:
         raise ConfigError(
             "rollout.vllm.expert_parallel divides experts, and this model has none: leave it out"
@@ -103,6 +99,9 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
                 raise ConfigError(
                     f"{key}.{deployment.stage}.{name} is {degree}: {problem}: use {working}"
                 )
+        if config.rollout.engine == "vllm":
+            engines = config.stages.at(iteration)[0] or StageDeployment("rollout")
+            check_on_vllm(model, engines.tensor_parallel, not hardware.gpus)
 
 
 def _check_states(rollout: RolloutConfig, kind: str, hardware: Hardware) -> None:
@@ -158,7 +157,10 @@ def expert_problem(model: ModelShape, degree: int) -> str:
 
 
 def check_devices(config: RunConfig, hardware: Hardware) -> None:
-    """Raise `ConfigError` when stage deployments need more devices than there are."""
+    """Raise `ConfigError` when stage deployments need more devices than there are, or engines a
+    cache that these devices do not have."""
+    if config.rollout.engine == "vllm" and not hardware.gpus:
+        check_cache(config.rollout.vllm)
     stages, there = config.stages, hardware.devices_per_host
     placed, placement = stages.placed, stages.division.placement
     unit = "GPUs" if hardware.gpus else "CPU cores"

@@ -31,8 +31,9 @@ from earl_core.control.worker_groups import WorkerGroups, preload_ranks
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.guard.seen import Bounds, environment_source, function_source
-from earl_core.models.foreseen import expected_shape
+from earl_core.models.foreseen import check_builder, expected_shape
 from earl_core.pretrained.adapter_checks import check_adaptable, check_first_pairs
+from earl_core.pretrained.architecture import check_code
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.remote_stores import HostStores
@@ -113,9 +114,17 @@ def warn_of_turns(config: RunConfig) -> None:
 def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:
     """The shape of the model of policy version 0. Raises `ConfigError` unless stages, tokenizer,
     adapter and what is asked of routers fit it."""
+    shape = whole_model(config)
+    check_stages(config, shape, hardware)
+    return shape
+
+
+def whole_model(config: RunConfig) -> ModelShape:
+    """The shape of the model of policy version 0. Raises `ConfigError` unless its code is known,
+    and tokenizer, adapter and what is asked of routers fit it."""
     path = Path(config.initial_model.path)
     shape = read_model_shape(path)
-    check_stages(config, shape, hardware)
+    check_code(path, config.model.trust_remote_code)
     check_tokenizer_file(path, shape.vocabulary)
     check_first_pairs(config.initial_model)
     check_routing(config, shape)
@@ -123,12 +132,13 @@ def fitting_model(config: RunConfig, hardware: Hardware) -> ModelShape:
 
 
 def check_expected(config: RunConfig, hardware: Hardware) -> None:
-    """Raise `ConfigError` where a model that has yet to be made will not fit, as far as that is
-    known before; `fitting_model` knows all."""
+    """Raise `EarlError` where a model that has yet to be made cannot be, or will not fit, as far as
+    that is known before; `fitting_model` knows all."""
     if (shape := expected_shape(config.model)) is not None:
         check_stages(config, shape, hardware)
         check_adaptable(config.model, shape)
         check_routing(config, shape)
+    check_builder(config.model.made)
 
 
 def check_shared_memory(config: RunConfig, stores: HostStores) -> None:

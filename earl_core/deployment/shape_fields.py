@@ -19,6 +19,16 @@ _NARROW_GATES = ("qwen", "olmoe", "gpt_oss")
 """The same of models whose routers give weights of the dtype that computes."""
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5")
 """The same of models whose shared expert has a gate of its own."""
+_TIED = (
+    *("bloom", "cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "falcon", "gemma"),
+    *("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
+    *("gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2", "lfm2_moe", "minicpm3"),
+    *("mpt", "opt", "smollm3", "starcoder2", "vaultgemma", "youtu", "zamba", "zamba2", "zaya"),
+)
+"""Model types whose output layer is the embeddings where their configuration says nothing of it."""
+_LAYERS = ("full_attention", "sliding_attention")
+_LOST_WINDOWS = ("phimoe",)
+"""Model types whose layers do not hand on their sliding window."""
 
 
 def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +45,7 @@ def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     layers = read("num_hidden_layers", "n_layer")
     gated = bool({"intermediate_size", "moe_intermediate_size"} & set(text))
     wide = read("moe_intermediate_size", default=4 * hidden)
-    tied = raw.get("tie_word_embeddings", raw.get("model_type") == "gpt2")
+    tied = raw.get("tie_word_embeddings", kind in _TIED)
     fields = {
         "model_type": kind,
         "hidden_size": hidden,
@@ -51,7 +61,10 @@ def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
     if inputs := read("hidden_size_per_layer_input", default=0, least=0):  # Gemma 3n and 4
         fields["layer_input_size"] = inputs
-    found = fields | _mixture(read, kind, layers) | _mixers(read, kind, layers)
+    mixers = _mixers(read, kind, layers)
+    if other := _other_layers(read, kind, fields["max_positions"], "states" in mixers):
+        fields["other_layers"] = other
+    found = fields | _mixture(read, kind, layers) | mixers
     if len(found) > len(fields):
         # Of plain models these are left out: under 0.1 % of their parameters.
         norms = kind.startswith(_NORMED) or bool(read.text.get("use_qk_norm"))
@@ -158,6 +171,20 @@ def _layers_with_state(read: _Numbers, layers: int) -> int:
         interval = read("full_attention_interval", default=4)
         return layers - layers // interval
     return sum(each == "linear_attention" for each in kinds[:layers])
+
+
+def _other_layers(read: _Numbers, kind: str, positions: int, with_states: bool) -> tuple[str, ...]:
+    """Name the types of layers that neither attend to what came before or to a window of it, nor
+    have the state of a gated delta rule."""
+    kinds = read.text.get("layer_types")
+    found = {str(each) for each in kinds} if isinstance(kinds, list) else set()
+    found -= {*_LAYERS, *(("linear_attention",) if with_states else ())}
+    if read("index_topk", "indexer_budget", default=0, least=0):
+        found.add("indexed_attention")
+    window = read("sliding_window", default=0, least=0)
+    if kind in _LOST_WINDOWS and 0 < window < positions:
+        found.add("sliding_attention")
+    return tuple(sorted(found))
 
 
 def _attention_extras(read: _Numbers, kind: str, found: Mapping[str, Any]) -> int:

@@ -56,6 +56,9 @@ class ModelShape(Settings):
     states: StateShape | None = Field(
         default=None, description="Layers that have a state in place of attention."
     )
+    other_layers: tuple[str, ...] = Field(
+        default=(), description="Types of layers that nothing here computes."
+    )
     latent: LatentShape | None = Field(
         default=None, description="Queries, keys and values are made of latents."
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_core.config import ConfigError
+from earl_core.models.foreseen import check_options
 from earl_core.run.worker import RunWorker
 from earl_core.secrets import resolve
 from earl_core.system.import_path import import_object, refuse_library
@@ -34,19 +35,12 @@ class ModelBuilder(RunWorker):
         except ConfigError as error:
             raise ConfigError(f"model.builder_options: {error}") from None
         signature = inspect.signature(build)
+        check_options(signature, options, maker)
         if "progress" in signature.parameters:
             options = {"progress": self._context.report, **options}
         if "environments" in signature.parameters:
             given = [each.model_dump(mode="json") for each in self._config.played.values()]
             options = {"environments": given, **options}
-        try:
-            signature.bind(path, **options)
-        except TypeError as error:
-            known = ", ".join(name for name in [*signature.parameters][1:] if name != "progress")
-            raise ConfigError(
-                f"model.builder_options do not fit {maker!r}: {error}",
-                remedy=f"use some of {known}",
-            ) from None
         refuse_library(build, maker, "model.builder")
         with _alone(path):
             if not (path / "config.json").is_file():

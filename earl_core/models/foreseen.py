@@ -1,16 +1,21 @@
-"""The shape of a model that is yet to be made, as far as its builder is one of ours: a run that it
-does not fit is refused before anything starts. Imports no torch."""
+"""What is known of a model that is yet to be made: its shape, as far as its builder is one of ours,
+and whether the builder takes its options. A run that cannot make the model, or that it does not
+fit, is refused before anything starts. Imports no torch, and no builder."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_core.config.model import ModelConfig
 from earl_core.deployment.shapes import ModelShape
+from earl_core.models.smollm2 import gguf_file
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.selector.model.catalogue import MODELS
 from earl_core.system.errors import ConfigError
+from earl_core.system.written_signature import written_signature
 
 _MIXTURE: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 32,
@@ -27,6 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """transformers' name of each, and its own settings; widths that vLLM's CPU build takes, too."""
 
+_SMOLLM2 = "earl_core.models.smollm2:build"
+_GIVEN = ("progress", "environments")
+"""Parameters of builders that a worker has values for."""
 _CHARACTERS = 64
 """A vocabulary that stands for that of a model with a token for each character."""
 
@@ -70,7 +78,7 @@ def expected_shape(model: ModelConfig) -> ModelShape | None:
     directory = Path(model.path)
     if (directory / "config.json").is_file():
         return read_model_shape(directory)
-    if model.builder == "earl_core.models.smollm2:build":
+    if model.builder == _SMOLLM2:
         return MODELS["smollm2-135m"]
     if model.builder != "earl_core.models.tiny:build":
         return None
@@ -83,3 +91,28 @@ def expected_shape(model: ModelConfig) -> ModelShape | None:
         return ModelShape.from_config(settings)
     except ValueError as error:
         raise ConfigError(f"model.builder_options make no model: {error}") from error
+
+
+def check_builder(model: ModelConfig) -> None:
+    """Raise `EarlError` where the model has yet to be made and its builder does not take the
+    options, as far as its source says so, or lacks the package with the model."""
+    builder = model.builder
+    if builder is None or (Path(model.path) / "config.json").is_file():
+        return
+    if (signature := written_signature(builder)) is not None:
+        check_options(signature, model.builder_options, builder)
+    if builder == _SMOLLM2:
+        gguf_file()
+
+
+def check_options(signature: inspect.Signature, options: Mapping[str, Any], builder: str) -> None:
+    """Raise `ConfigError` for options that a builder does not take. builder: its import path."""
+    given = dict.fromkeys(name for name in _GIVEN if name in signature.parameters)
+    try:
+        signature.bind("directory", **{**given, **options})
+    except TypeError as error:
+        known = ", ".join(name for name in [*signature.parameters][1:] if name != "progress")
+        raise ConfigError(
+            f"model.builder_options do not fit {builder!r}: {error}",
+            remedy=f"use some of {known}",
+        ) from None

@@ -9,44 +9,85 @@ limit (`max_position_embeddings`), for the trainer, the reference and every engi
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from earl_core.config.engine_models import check_context
+from earl_core.deployment.shapes import ModelShape
 from earl_core.system.errors import ConfigError
+from earl_core.system.import_path import installed
+from earl_core.system.outside import read_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_LISTED_IN = ("auto_mappings", "configuration_auto")
+_LISTED = re.compile(r'"([\w.-]+)"[,:] "(?!AutoConfig")\w+Config"')
+"""A model type and its class, in these modules of `transformers.models.auto`."""
+
 
 def model_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration in a model directory, its positions pinned. Raises ConfigError for a
-    directory with code of its own that nobody trusts."""
+    """The configuration in a model directory, its positions pinned. Raises ConfigError as
+    `check_code` does."""
     from transformers import AutoConfig
 
-    try:
-        found = AutoConfig.from_pretrained(
+    check_code(directory, trust_remote_code)
+    return pin_positions(
+        AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except ValueError as error:
-        if trust_remote_code or "trust_remote_code" not in str(error):
-            raise
+    )
+
+
+def check_code(directory: Path, trust_remote_code: bool) -> None:
+    """Raise ConfigError for a model of a type that transformers has no code of: the directory has
+    it, and nobody trusts it, or there is none. Imports no transformers."""
+    try:
+        raw: Any = json.loads(read_text(directory / "config.json", "config.json"))
+        kind, own = raw["model_type"], "AutoConfig" in (raw.get("auto_map") or ())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # Readers of its numbers say so, or transformers goes by names.
+    if kind in _types_of_transformers() or (own and trust_remote_code):
+        return
+    if own:
         raise ConfigError(
             f"the model in {directory} brings Python code of its own, which is not run unasked: "
             "read it, then set model.trust_remote_code to true, or choose another model"
-        ) from error
-    return pin_positions(found)
+        )
+    raise ConfigError(
+        f"transformers {installed('transformers')} knows no models of type {kind!r}, as "
+        f"{directory} has one: choose another model"
+    )
+
+
+@cache
+def _types_of_transformers() -> frozenset[str]:
+    """The model types that transformers has code of, from where it lists them."""
+    found = importlib.util.find_spec("transformers")
+    folder = Path(found.origin or "").parent if found else Path()
+    texts = (folder / "models/auto" / f"{name}.py" for name in _LISTED_IN)
+    return frozenset(kind for text in texts for kind in _LISTED.findall(text.read_text("utf-8")))
+
+
+def shape_of(config: PretrainedConfig) -> ModelShape:
+    """The numbers of a configuration, transformers' defaults among them. Raises ConfigError where
+    one is missing."""
+    try:
+        return ModelShape.from_config(config.to_dict())
+    except ValueError as error:
+        raise ConfigError(f"{config.model_type} models cannot be used: {error}") from error
 
 
 def context_length(config: PretrainedConfig, wanted: int) -> int:
     """Most tokens of a sequence: as many as are wanted; 0: the model's own position range. Raises
     ConfigError when the range is shorter, or when nobody names one."""
     positions = int(getattr(config, "max_position_embeddings", 0) or 0)
-    if positions and wanted > positions:
-        raise ConfigError(
-            f"max_model_len {wanted} exceeds the model's {positions} positions: lower "
-            "rollout.max_model_len"
-        )
+    check_context(positions, wanted)
     if not wanted and not positions:
         raise ConfigError("the model names no position range: set rollout.max_model_len")
     return wanted or positions

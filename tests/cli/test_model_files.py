@@ -14,7 +14,7 @@ from tests.cli.conftest import CONFIG
 
 SHAPE = {
     "model_type": "llama",
-    "hidden_size": 32,
+    "hidden_size": 64,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "intermediate_size": 64,

@@ -13,9 +13,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from earl_core.pretrained.architecture import context_length, model_config
+from earl_core.config.engine_models import check_layers
+from earl_core.pretrained.architecture import context_length, model_config, shape_of
 from earl_core.pretrained.logit_transform import LogitTransform
-from earl_core.rollout.engines.row_states import STATE_LAYER
 from earl_core.rollout.engines.slot_cache import ATTENTION, windows_seen
 from earl_core.system.errors import ConfigError
 from earl_core.weights.adapter_pairs import Pair
@@ -36,7 +36,7 @@ def load_causal_model(
     """
     config = model_config(directory, trust_remote_code)
     max_model_len = context_length(config.get_text_config(), max_model_len)
-    _refuse_layers(config)
+    check_layers(shape_of(config))
     model = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
@@ -74,18 +74,6 @@ def _check_head(model: PreTrainedModel, dtype: torch.dtype, device: torch.device
         raise ConfigError(
             f"{kind} models change their logits after the output layer in a way that neither the "
             "torch engine nor training reproduces: choose another model"
-        )
-
-
-def _refuse_layers(config: PretrainedConfig) -> None:
-    """Refuse layers that neither attend nor have a state."""
-    config = config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    other = kinds - {"full_attention", "sliding_attention", STATE_LAYER}
-    if other:
-        raise ConfigError(
-            f"{config.model_type} models have layers of type {', '.join(sorted(other))}, which "
-            "neither the torch engine nor training computes: choose another model"
         )
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from earl_core.config.engine_models import check_on_vllm
 from earl_core.config.rollout import VllmConfig
-from earl_core.pretrained.architecture import context_length, model_config
+from earl_core.pretrained.architecture import context_length, model_config, shape_of
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.admission import Admission
 from earl_core.rollout.engines.base_engine import BaseEngine, EngineSettings
@@ -24,7 +25,7 @@ from earl_core.rollout.engines.quiet import Quiet
 from earl_core.rollout.engines.vllm_adapters import AdapterFolders, adapter_arguments
 from earl_core.rollout.engines.vllm_answers import completion, sampling_parameters
 from earl_core.rollout.engines.vllm_drafts import extra_arguments
-from earl_core.rollout.engines.vllm_experts import check_experts, experts_of
+from earl_core.rollout.engines.vllm_experts import experts_of
 from earl_core.rollout.engines.vllm_routing import RecordedLayers, routing_arguments
 from earl_core.rollout.errors import EngineError, EngineLost, WeightSyncError
 from earl_core.system.memory import resident_peak_bytes
@@ -96,9 +97,7 @@ class VllmEngine(BaseEngine[Any]):
         if current_platform.is_cpu():
             vllm_environment.preload_plainly(self._sockets)
         config = model_config(self._directory, trusted)
-        vllm_environment.check_heads(config)
-        vllm_environment.check_output_layer(config)
-        check_experts(config, self._ranks)
+        check_on_vllm(shape_of(config), self._ranks, current_platform.is_cpu())
         self.max_model_len = context_length(config, self.max_model_len)
         arguments = vllm_environment.engine_arguments(
             self._directory, self._settings, self._vllm, self.max_model_len, self._ranks

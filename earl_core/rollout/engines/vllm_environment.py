@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from earl_core.config.engine_models import CPU_BLOCK_TOKENS, check_cache
 from earl_core.config.rollout import VllmConfig
 from earl_core.pretrained.architecture import pin_positions
 from earl_core.rollout.engines.base_engine import EngineSettings
@@ -26,16 +27,12 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 # A whole prefill in one step up to this many tokens; more would only cost activations.
 _CPU_STEP_TOKENS = 8192
-# vLLM's attention on CPU takes no other blocks than multiples of this.
-_CPU_BLOCK_TOKENS = 32
 _DYNAMO_OFF = "TORCHDYNAMO_DISABLE"
 # As vLLM 0.32 looks for them on a CPU, in the directory of packages.
 _PRELOADED = {
     "libtcmalloc": ("vllm/libs/libtcmalloc_minimal*.so*", "vllm/libs/libtcmalloc.so*"),
     "libgomp": ("torch.libs/libgomp*.so*", "torch/lib/libgomp*.so*"),
 }
-# Families whose output layer is the embeddings in vLLM, whatever config.json says.
-_TIED = ("cohere", "cohere2", "gemma2", "gemma3n_text")
 # vLLM captures CUDA graphs for twice as many sequences as may run, but by itself for no more than
 # this; from 256 on every 16th size.
 _CAPTURED_BY_ITSELF, _CAPTURE_STEP = 512, 16
@@ -163,40 +160,6 @@ def _compiling(arguments: Mapping[str, Any]) -> Iterator[None]:
             os.environ[_DYNAMO_OFF] = before
 
 
-def check_heads(config: PretrainedConfig) -> None:
-    """Raise `ConfigError` for a size of attention heads with which vLLM's CPU backend would die
-    at the first prompt."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
-
-    text: Any = config.get_text_config()
-    if latent := getattr(text, "kv_lora_rank", None):
-        size = latent + text.qk_rope_head_dim
-        sizes, kind = CPUMLABackend.get_supported_head_sizes(), "latent attention"
-    else:
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        sizes, kind = CPUAttentionBackend.get_supported_head_sizes(), "attention"
-    if size not in sizes:
-        raise ConfigError(
-            f"vLLM on a CPU takes {kind} heads of {', '.join(map(str, sizes))} numbers, this "
-            f"{text.model_type} model has heads of {size}: use rollout.engine=torch"
-        )
-
-
-def check_output_layer(config: PretrainedConfig) -> None:
-    """Raise `ConfigError` for an output layer that vLLM would not compute with."""
-    text: Any = config.get_text_config()
-    if text.model_type in _TIED and not text.tie_word_embeddings:
-        raise ConfigError(
-            f"vLLM computes the logits of {text.model_type} models with their embeddings, and this "
-            "one has an output layer of its own: use rollout.engine=torch"
-        )
-
-
 def engine_arguments(
     model_directory: Path,
     engine: EngineSettings,
@@ -266,17 +229,11 @@ def platform_arguments(settings: VllmConfig, running: int) -> dict[str, Any]:
             most = -(-running // _CAPTURE_STEP) * _CAPTURE_STEP
             arguments["compilation_config"] = {"max_cudagraph_capture_size": most}
         return arguments
-    block = _CPU_BLOCK_TOKENS if block is None else block
-    if block % _CPU_BLOCK_TOKENS:
-        raise EngineError(
-            f"rollout.vllm.block_size is {block}; without a GPU it must be a multiple of "
-            f"{_CPU_BLOCK_TOKENS}"
-        )
-    if settings.kv_cache_gib is None:
-        raise EngineError("on a machine without a GPU set rollout.vllm.kv_cache_gib")
+    check_cache(settings)
+    assert settings.kv_cache_gib is not None
     return {
         **arguments,
-        "block_size": block,
+        "block_size": block or CPU_BLOCK_TOKENS,
         "kv_cache_memory_bytes": settings.kv_cache_gib * _GIB,
     }
 

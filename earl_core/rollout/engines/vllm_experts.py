@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from earl_core.system.errors import ConfigError
-
 _PUBLISHED = re.compile(
     r"layers\.(?P<layer>\d+)\.(?:[^.]+\.)*experts\.(?:(?P<expert>\d+)\.)?"
     r"(?P<matrix>gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)(?:\.weight)?$"
@@ -34,32 +32,11 @@ TOLERANCE = 0.05
 bfloat16, weights in another order than the kernel's about 1."""
 
 
-_PADDED_TO = 32
-"""Widths of experts that vLLM pads on a CPU, which its reload cannot."""
-
-
 def experts_of(config: Any) -> int:
     """How many experts each routed layer has; 0 for a dense model. config: of transformers."""
     text = config.get_text_config()
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     return max(getattr(text, name, None) or 0 for name in counts)
-
-
-def check_experts(config: Any, ranks: int) -> None:
-    """Raise `ConfigError` for a mixture that vLLM's CPU build could not reload.
-    config: of transformers. ranks: tensor-parallel ones of an engine."""
-    from vllm.platforms import current_platform
-
-    if experts_of(config) <= 1 or not current_platform.is_cpu():
-        return
-    text = config.get_text_config()
-    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    if width % (ranks * _PADDED_TO):
-        raise ConfigError(
-            f"vLLM on a CPU takes new experts whose width in each rank is a multiple of "
-            f"{_PADDED_TO}, and this {text.model_type} model has {width} over {ranks} "
-            f"rank{'s' if ranks > 1 else ''}: use rollout.engine=torch"
-        )
 
 
 class PublishedExperts:

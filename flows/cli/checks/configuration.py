@@ -20,15 +20,13 @@ from earl_core.config.redaction import redaction_of
 from earl_core.control.ancestor import beginning
 from earl_core.control.hardware import expected_hardware
 from earl_core.control.precision import resolved
-from earl_core.control.preflight import check_expected
-from earl_core.control.routing_checks import check_routing, routing_warning
+from earl_core.control.preflight import check_expected, whole_model
+from earl_core.control.routing_checks import routing_warning
 from earl_core.control.selector_policy import settled
 from earl_core.control.teachers import check_teachers, find_teachers, reference_shapes
 from earl_core.deployment.shapes import ModelShape
 from earl_core.environments.hosting.check import check_environments
-from earl_core.pretrained.adapter_checks import check_first_pairs
 from earl_core.pretrained.model_directory import read_model_shape
-from earl_core.pretrained.vocabulary import check_tokenizer_file
 from earl_core.run.lock import is_locked
 from earl_core.system.errors import ConfigError, EarlError
 from earl_core.system.finding import Finding, refused
@@ -122,11 +120,8 @@ def model(config: RunConfig) -> Iterator[Finding]:
     """Check that the model is there, whole and readable, or can be made."""
     path, template = Path(config.model.path), config.model.chat_template
     if (path / "config.json").is_file():
-        shape = read_model_shape(path)
         _check_files(path, config.rollout.engine)
-        check_tokenizer_file(path, shape.vocabulary)
-        check_first_pairs(config.initial_model)
-        check_routing(config, shape)
+        shape = whole_model(config)
         if text := routing_warning(config, shape):
             yield Finding("warning", text)
         weights = [*path.glob("*.safetensors")] or path.glob("pytorch_model*.bin")

