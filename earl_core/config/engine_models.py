@@ -14,10 +14,11 @@ _TRIED_IN_VAIN = {
     "vllm": ("apertus", "diffllama", "gemma3n_text", "gpt_bigcode", "gpt_neox", "hrm_text"),
     "torch": ("opt",),
 }
-UNTRAINED = (
-    *("bloom", "falcon", "gpt_neo", "gptj", "mamba", "mistral4", "mpt", "nemotron", "stablelm"),
+_UNTRAINED = (
+    *("bloom", "falcon", "falcon_h1", "gpt_neo", "gptj", "kimi_linear", "lfm2", "mamba"),
+    *("minimax", "minimax_m3_vl_text", "mistral4", "mpt", "nemotron", "stablelm"),
 )
-"""Model types that the trainer's own trial refuses, however they are configured."""
+"""Model types that the trainer's own trial refuses, as they are released."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_LATENTS = (576,)
 """Sizes of attention heads, and of latents, that the CPU build of vLLM 0.32 computes with."""
@@ -51,7 +52,7 @@ def check_context(positions: int, wanted: int) -> None:
 def check_tried(model: ModelShape, engine: str) -> None:
     """Raise `ConfigError` for a model type that was tried in vain."""
     kind = model.model_type
-    if kind in UNTRAINED:
+    if kind in _UNTRAINED:
         raise ConfigError(
             f"{kind} models cannot be trained on packed samples, as was tried: choose another model"
         )

@@ -22,8 +22,9 @@ _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5")
 _TIED = (
     *("bloom", "cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "falcon", "gemma"),
     *("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
-    *("gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2", "lfm2_moe", "minicpm3"),
-    *("mpt", "opt", "smollm3", "starcoder2", "vaultgemma", "youtu", "zamba", "zamba2", "zaya"),
+    *("gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2", "lfm2_moe", "mamba"),
+    *("minicpm3", "mpt", "opt", "smollm3", "starcoder2", "vaultgemma", "youtu", "zamba"),
+    *("zamba2", "zaya"),
 )
 """Model types whose output layer is the embeddings where their configuration says nothing of it."""
 _LAYERS = ("full_attention", "sliding_attention")
@@ -179,6 +180,8 @@ def _other_layers(read: _Numbers, kind: str, positions: int, with_states: bool) 
     kinds = read.text.get("layer_types")
     found = {str(each) for each in kinds} if isinstance(kinds, list) else set()
     found -= {*_LAYERS, *(("linear_attention",) if with_states else ())}
+    if kinds is None and read("attention_chunk_size", default=0, least=0):  # Llama 4
+        found.add("chunked_attention")
     if read("index_topk", "indexer_budget", default=0, least=0):
         found.add("indexed_attention")
     window = read("sliding_window", default=0, least=0)

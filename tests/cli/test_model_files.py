@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from earl_core.config import ConfigError, RunConfig, load_config
+from earl_core.pretrained.architecture import check_code
 from flows.cli.checks.configuration import check_configuration
 from flows.cli.training import preflight
 from tests.cli.conftest import CONFIG
@@ -27,10 +29,10 @@ CONTENTS = {".safetensors": (2).to_bytes(8, "little") + b"{}"}
 """Of no tensors."""
 
 
-def write_model(model: Path, files: tuple[str, ...]) -> None:
+def write_model(model: Path, files: tuple[str, ...], **settings: Any) -> None:
     """A directory of a model's shape with these files."""
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(SHAPE))
+    (model / "config.json").write_text(json.dumps(SHAPE | settings))
     for name in files:
         (model / name).write_bytes(CONTENTS.get(Path(name).suffix, b"x"))
         if name.endswith("index.json"):
@@ -41,6 +43,48 @@ def configured(model: Path, files: tuple[str, ...], engine: str = "torch") -> Ru
     write_model(model, files)
     overrides = [f"model.path={model}", f"rollout.engine={engine}"]
     return load_config(CONFIG, [*overrides, f"runs_directory={model.parent}"])
+
+
+OWN_CODE = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "override", "words"),
+    [
+        ({"layer_types": ["conv"]}, "seed=1", "layers of type conv, which neither"),
+        ({"layer_types": ["linear_attention"]}, "seed=1", "layers of type linear_attention"),
+        ({"layer_types": ["chunked_attention"]}, "seed=1", "layers of type chunked_attention"),
+        ({"index_topk": 4}, "seed=1", "layers of type indexed_attention"),
+        ({"model_type": "phimoe", "sliding_window": 9}, "seed=1", "of type sliding_attention"),
+        ({"model_type": "nemotron"}, "seed=1", "nemotron models cannot be trained on packed"),
+        ({"model_type": "opt"}, "rollout.engine=torch", "set rollout.engine=vllm"),
+        ({"model_type": "mine"}, "seed=1", "knows no models of type 'mine'"),
+        (OWN_CODE, "seed=1", "set model.trust_remote_code to true"),
+        ({"tie_word_embeddings": False, "model_type": "gemma2"}, "rollout.engine=vllm",
+         "has an output layer of its own"),
+        ({"head_dim": 40}, "rollout.engine=vllm", "this llama model has heads of 40"),
+        ({}, "rollout.max_model_len=65", "max_model_len 65 exceeds the model's 64 positions"),
+    ],
+)  # fmt: skip
+def test_what_workers_would_refuse_of_a_model_is_refused_by_train_and_doctor(
+    tmp_path: Path, settings: dict[str, Any], override: str, words: str
+) -> None:
+    write_model(tmp_path / "model", ("model.safetensors", "tokenizer.model"), **settings)
+    place = [f"model.path={tmp_path / 'model'}", f"runs_directory={tmp_path}"]
+    config = load_config(CONFIG, [*place, override])
+    with pytest.raises(ConfigError, match=words):
+        preflight(config, tmp_path / "run")
+    told = [each.text for each in check_configuration(config) if each.level == "blocks"]
+    assert any(words in text for text in told)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_code_that_is_trusted_or_not_needed_is_no_obstacle(tmp_path: Path) -> None:
+    for number, (settings, trusted) in enumerate(
+        [(OWN_CODE, True), (OWN_CODE | {"model_type": "llama"}, False)]
+    ):
+        write_model(tmp_path / str(number), ("model.safetensors", "tokenizer.model"), **settings)
+        check_code(tmp_path / str(number), trusted)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import pytest
 import torch
 import transformers
 
-from earl_core.pretrained.architecture import model_config
+from earl_core.config.engine_models import CPU_HEADS, CPU_LATENTS, check_on_vllm
+from earl_core.pretrained.architecture import shape_of
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.engine import (
     Completion,
@@ -31,7 +32,6 @@ from tests.engines.driver import Driver, request
 from tests.engines.models import make, prompt_of
 from tests.engines.starting import start
 from tests.families.registry import build
-from tests.learner.helpers import save_model
 
 pytest.importorskip("vllm")
 
@@ -193,19 +193,37 @@ def _difference(model: torch.nn.Module, prompt: list[int], answer: Completion) -
     return np.asarray(own - np.array(answer.logprobs))
 
 
-def test_heads_that_vllm_would_die_of_are_refused_before_it_starts(tmp_path: Path) -> None:
+def test_heads_that_vllm_would_die_of_are_refused_before_it_starts() -> None:
     """It died at the first prompt, as EngineLost."""
     vllm_environment.load()
-    directory = save_model(build("Llama", head_dim=16), tmp_path)
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    assert list(CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()
+    assert list(CPU_LATENTS) == CPUMLABackend.get_supported_head_sizes()
+    narrow = shape_of(build("Llama", head_dim=16).config)
     with pytest.raises(ConfigError, match=r"heads of 32, 64.*has heads of 16: use rollout\.engine"):
-        vllm_environment.check_heads(model_config(directory))
-    vllm_environment.check_heads(model_config(save_model(build("Qwen3"), tmp_path)))
+        check_on_vllm(narrow, 1, on_cpu=True)
+    check_on_vllm(narrow, 1, on_cpu=False)
+    check_on_vllm(shape_of(build("Qwen3").config), 1, on_cpu=True)
+    with pytest.raises(ConfigError, match=r"takes latent attention heads of 576 numbers.*of 48"):
+        check_on_vllm(shape_of(build("MiniCPM3").config), 1, on_cpu=True)
 
 
 def test_an_output_layer_that_vllm_leaves_out_is_refused_before_it_starts() -> None:
     """It answered by the embeddings, a nat from the trainer."""
     for kind in (transformers.Cohere2Config, transformers.Gemma2Config):
         with pytest.raises(ConfigError, match=r"logits of .*with their embeddings.*engine=torch"):
-            vllm_environment.check_output_layer(kind(tie_word_embeddings=False))
-        vllm_environment.check_output_layer(kind(tie_word_embeddings=True))
-    vllm_environment.check_output_layer(transformers.LlamaConfig(tie_word_embeddings=False))
+            check_on_vllm(shape_of(kind(tie_word_embeddings=False)), 1, on_cpu=False)
+        check_on_vllm(shape_of(kind(tie_word_embeddings=True)), 1, on_cpu=True)
+    untied = transformers.LlamaConfig(tie_word_embeddings=False)
+    check_on_vllm(shape_of(untied), 1, on_cpu=True)
+
+
+def test_mixtures_that_the_cpu_build_could_not_reload_are_refused_before_it_starts() -> None:
+    shape = shape_of(build("Qwen3Moe").config)
+    check_on_vllm(shape, 2, on_cpu=True)
+    check_on_vllm(shape, 4, on_cpu=False)
+    with pytest.raises(ConfigError, match=r"multiple of 32.*has 64 over 4 ranks.*engine=torch"):
+        check_on_vllm(shape, 4, on_cpu=True)
+    check_on_vllm(shape_of(build("Qwen3").config), 3, on_cpu=True)

@@ -15,9 +15,9 @@ from earl_core.deployment.shapes import Hardware
 from earl_core.deployment.stage_deployment import StageDeployment
 from earl_core.rollout.engines import vllm_environment
 from earl_core.rollout.engines.base_engine import EngineSettings
-from earl_core.rollout.errors import EngineError
 from earl_core.selector.model.candidates import memory_model
 from earl_core.selector.model.catalogue import MODELS
+from earl_core.system.errors import ConfigError
 from tests.engines.gpu_platforms import GPUS, resolved
 from tests.engines.models import make
 
@@ -95,7 +95,7 @@ def test_a_cpu_runs_eagerly_with_whole_prompts(model: Path) -> None:
     assert found["arguments"]["enable_chunked_prefill"] is False
     for name in ("gpu_memory_utilization", "enable_sleep_mode", "compilation_config"):
         assert name not in found["arguments"]
-    with pytest.raises(EngineError, match=r"block_size is 48.*multiple of 32"):
+    with pytest.raises(ConfigError, match=r"block_size is 48.*multiple of 32"):
         vllm_environment.platform_arguments(VllmConfig(block_size=48), 256)
-    with pytest.raises(EngineError, match="kv_cache_gib"):
+    with pytest.raises(ConfigError, match="kv_cache_gib"):
         vllm_environment.platform_arguments(VllmConfig(kv_cache_gib=None), 256)
