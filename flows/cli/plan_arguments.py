@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import typer
+
 from earl_core.deployment.layer_shapes import AdapterShape
 from earl_core.deployment.shapes import Hardware, ModelShape
 from earl_core.selector.model.catalogue import MODELS, known_model
@@ -13,6 +15,32 @@ from earl_core.selector.model.devices import DEVICES, cluster, find_devices
 from earl_core.system.errors import ConfigError
 from earl_core.system.outside import read_text
 from earl_core.system.similar import meant
+
+
+_READ = {
+    "--memory": "hardware",
+    "RUN@ITERATION": "run explain runs_directory",
+    "RUNFILE": "run explain runs_directory overrides hardware model context run_code",
+    "no run": "explain model hardware context responses running engine_share reference staleness "
+    "adapter",
+}
+"""Parameters that `earl plan` reads, by what it is asked."""
+
+
+def refuse_unread(command: typer.Context, run: str | None, memory: bool) -> None:
+    """Raise `ConfigError` for what was given on the command line and would change nothing."""
+    form = "no run" if run is None else "RUN@ITERATION" if "@" in run else "RUNFILE"
+    form = "--memory" if memory else form
+    read = {*_READ[form].split(), "memory", "as_json", "debug"}
+    for parameter in command.command.params:
+        name = parameter.name or ""
+        source = command.get_parameter_source(name)
+        if name not in read and source is not None and source.name == "COMMANDLINE":
+            given = "RUN" if name == "run" else parameter.opts[0]
+            why = ", which is as its run sealed it" if form == "RUN@ITERATION" else ""
+            raise ConfigError(
+                f"{given} changes nothing of what earl plan says with {form}{why}: leave it out"
+            )
 
 
 def find_model(name: str, adapter: AdapterShape | None = None) -> ModelShape:

@@ -205,6 +205,24 @@ def test_numbers_that_no_model_has_are_refused(
         find_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("demo@1 --set seed=1", "--set changes nothing"),
+        ("demo@1 --model qwen3-8b", "--model changes nothing"),
+        ("demo@1 --context 8K --explain", "--context changes nothing"),
+        ("demo@1 --hardware h100", "which is as its run sealed it: leave it out"),
+        ("demo@1 --memory", "RUN changes nothing of what earl plan says with --memory"),
+        ("tictactoe_tiny --responses 3", "--responses changes nothing"),
+        ("--hardware h100 --set seed=1", "--set changes nothing of what earl plan says with no"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(arguments: str, words: str) -> None:
+    code, text = run(*arguments.split())
+    assert code == ConfigError.exit_code
+    assert words in " ".join(text.split())
+
+
 def test_too_few_episodes_for_any_mesh_are_not_called_a_lack_of_memory() -> None:
     with pytest.raises(NoFeasiblePlan, match=r"is on offer.* for 1 episode: some would stand idle"):
         select(given(8192.0, model="llama-3.1-8b", hosts=16, episodes=1))

@@ -86,6 +86,7 @@ CodeRuns = Annotated[
 
 @app.command()
 def plan(
+    command: typer.Context,
     run: PlannedRun = None,
     explain: Explained = False,
     model: PlannedModel = None,
@@ -131,7 +132,9 @@ def plan(
     """
     with reported(debug, runs_code=run_code):
         from flows.cli import plan as planning
+        from flows.cli.plan_arguments import refuse_unread
 
+        refuse_unread(command, run, memory)
         if memory:
             planning.explain_memory(hardware, as_json)
         elif run is not None and "@" not in run:
