@@ -16,7 +16,6 @@ from earl_core.system.errors import ConfigError
 from earl_core.system.outside import read_text
 from earl_core.system.similar import meant
 
-
 _READ = {
     "--memory": "hardware",
     "RUN@ITERATION": "run explain runs_directory",

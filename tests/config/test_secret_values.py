@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
 from earl_core.config import ConfigError, parse_config
 from earl_core.secrets import find_secrets, redact
+from tests.calls import calls_of
 from tests.config.secret_values import INNOCENT, TEXTS, VALUES
 from tests.config.test_secrets import run_with
 
@@ -56,15 +56,14 @@ def test_values_of_runs_are_left_alone() -> None:
      "hook.a", "x"],
 )  # fmt: skip
 def test_no_text_takes_long(text: str) -> None:
-    whole = text * (50_000 // len(text))
-    began = time.process_time()
-    redact(whole)
-    assert time.process_time() - began < 1.0
+    """An expression that reads the whole text again for each of its characters, or worse, would
+    take longer than any test may."""
+    whole = text * (500_000 // len(text))
+    assert redact(whole)
 
 
-def test_logs_are_read_fast() -> None:
-    # Half a megabyte of lines took 0.3 s before; a machine that is slow ten times over may pass.
-    lines = [f"INFO 11-26 01:17:09 [core.py:{n}] {value}" for n, value in enumerate(INNOCENT)] * 20
-    began = time.process_time()
+def test_a_line_of_a_log_takes_few_calls() -> None:
+    """To read the environment takes several for each of its variables."""
+    lines = [f"INFO 11-26 01:17:09 [core.py:{n}] {value}" for n, value in enumerate(INNOCENT)]
     assert [redact(line) for line in lines] == lines
-    assert sum(map(len, lines)) / (time.process_time() - began) > 300_000
+    assert calls_of(lambda: [redact(line) for line in lines]) < 100 * len(lines)

@@ -1,10 +1,9 @@
-"""What rules of redaction find in texts, in whatever form it stands there, and in what time."""
+"""What rules of redaction find in texts, in whatever form it stands there."""
 
 from __future__ import annotations
 
 import html
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -22,6 +21,7 @@ from earl_core.secrets import (
 )
 from earl_core.secrets.rules import Redaction, RedactionRules
 from earl_core.system.errors import ConfigError
+from tests.calls import calls_of
 
 
 def redaction(*words: str, **rules: Any) -> Redaction:
@@ -71,20 +71,18 @@ def test_what_only_looks_escaped_is_found_as_it_stands() -> None:
 
 def test_expressions_have_a_deadline_and_hide_what_they_cannot_look_at() -> None:
     rules = redaction(patterns=[{"name": "slow", "match": "(?:a|aa)+$"}])
-    started = time.process_time()
+    # Without a deadline, either would take the age of the world.
     assert rules.hide("a" * 60 + "!") == rules.hide("b" + "a" * 60 + "!") == "(hidden)"
-    assert time.process_time() - started < 3
     (said,) = rules.told()
     assert said.startswith("pattern slow of the rules of redaction took too long over 2 texts")
     assert rules.hide("nothing of it") == "nothing of it"
 
 
-def test_text_that_is_not_ascii_takes_no_longer_than_is_bearable() -> None:
-    text = "The quick brown fox — “über” the lazy dogs.\n" * 5000
+def test_text_that_is_not_ascii_takes_few_calls() -> None:
+    text = "The quick brown fox — “über” the lazy dogs.\n" * 500
     rules = redaction("Ada Lovelace")
-    started = time.process_time()
     assert rules.hide(text) == text
-    assert len(text) / (time.process_time() - started) > 300_000
+    assert calls_of(lambda: rules.hide(text)) < 3 * len(text)
 
 
 @pytest.mark.parametrize(
