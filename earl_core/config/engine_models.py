@@ -19,8 +19,8 @@ _UNTRAINED = (
     *("minimax", "minimax_m3_vl_text", "mistral4", "mpt", "nemotron", "stablelm"),
 )
 """Model types that the trainer's own trial refuses, as they are released."""
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_LATENTS = (576,)
+CPU_HEADS: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_LATENTS: tuple[int, ...] = (576,)
 """Sizes of attention heads, and of latents, that the CPU build of vLLM 0.32 computes with."""
 _CPU_EXPERTS = 32
 """Widths of experts that vLLM pads on a CPU to multiples of this, which its reload cannot."""
@@ -28,6 +28,16 @@ CPU_BLOCK_TOKENS = 32
 """vLLM's attention on a CPU takes no other blocks than multiples of this."""
 _HEAD_IS_EMBEDDING = ("cohere", "cohere2", "gemma2", "gemma3n_text")
 """Families whose output layer is the embeddings in vLLM, whatever config.json says."""
+
+
+def check_trained(model: ModelShape) -> None:
+    """Raise `ConfigError` for a model that cannot be trained, nor score what another has played."""
+    check_layers(model)
+    if model.model_type in _UNTRAINED:
+        raise ConfigError(
+            f"{model.model_type} models cannot be trained on packed samples, as was tried: choose "
+            "another model"
+        )
 
 
 def check_layers(model: ModelShape) -> None:
@@ -50,12 +60,8 @@ def check_context(positions: int, wanted: int) -> None:
 
 
 def check_tried(model: ModelShape, engine: str) -> None:
-    """Raise `ConfigError` for a model type that was tried in vain."""
+    """Raise `ConfigError` for a model type that an engine was tried with in vain."""
     kind = model.model_type
-    if kind in _UNTRAINED:
-        raise ConfigError(
-            f"{kind} models cannot be trained on packed samples, as was tried: choose another model"
-        )
     if kind in _TRIED_IN_VAIN[engine]:
         other = "torch" if engine == "vllm" else "vllm"
         raise ConfigError(
@@ -82,9 +88,8 @@ def check_on_vllm(model: ModelShape, ranks: int, on_cpu: bool) -> None:
     if not on_cpu:
         return
     latent = model.latent
-    size, sizes, what = model.head_size, CPU_HEADS, "attention"
-    if latent is not None:
-        size, sizes, what = latent.cached, CPU_LATENTS, "latent attention"
+    sizes, what = (CPU_HEADS, "attention") if latent is None else (CPU_LATENTS, "latent attention")
+    size = model.head_size if latent is None else latent.cached
     if size not in sizes and model.attention_layers:
         raise ConfigError(
             f"vLLM on a CPU takes {what} heads of {', '.join(map(str, sizes))} numbers, this "

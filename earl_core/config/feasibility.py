@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from earl_core.config.engine_models import (
     check_cache,
     check_context,
-    check_layers,
     check_on_vllm,
+    check_trained,
     check_tried,
 )
 from earl_core.config.rollout import RolloutConfig
@@ -78,8 +78,8 @@ def check_stages(config: RunConfig, model: ModelShape, hardware: Hardware) -> No
     check_devices(config, hardware)
     if model.states is not None:
         _check_states(config.rollout, model.model_type, hardware)
+    check_trained(model)
     check_tried(model, config.rollout.engine)
-    check_layers(model)
     check_context(model.max_positions, config.rollout.max_model_len or 0)
     if config.rollout.vllm.expert_parallel and model.experts <= 1:
         raise ConfigError(

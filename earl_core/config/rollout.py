@@ -234,6 +234,15 @@ class RolloutConfig(Settings):
         description="Settings of the vllm engine; the torch engine reads none of them.",
     )
 
+    @field_validator("stop")
+    @classmethod
+    def _not_at_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError(
+                "rollout.stop holds an empty string, which would end every answer: leave it out"
+            )
+        return value
+
     @field_validator("top_p", "top_k")
     @classmethod
     def _unbiased(cls, value: float, info: ValidationInfo) -> float:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from earl_core.config import ConfigError, RunConfig
 from earl_core.config.algorithm import INITIAL
+from earl_core.config.engine_models import check_trained
 from earl_core.config.feasibility import expert_problem, layout_problems
 from earl_core.control.ancestor import Ancestor, find_model
 from earl_core.deployment.shapes import ModelShape
 from earl_core.pretrained.adapter_checks import check_whole_model
+from earl_core.pretrained.architecture import check_code
 from earl_core.pretrained.model_directory import read_model_shape
 from earl_core.pretrained.vocabulary import vocabulary_problem
 from earl_core.run import RunDirectory
@@ -80,14 +82,17 @@ def keep_teachers(run: RunDirectory, teachers: Teachers) -> None:
 
 def check_teachers(config: RunConfig, policy: Path, teachers: Teachers | None = None) -> None:
     """Raise `ConfigError` for a teacher with another vocabulary than the policy in this directory,
-    that libraries take for an adapter, or that the update's deployment cannot be laid out for.
+    that libraries take for an adapter, that nothing here computes, or that the update's deployment
+    cannot be laid out for.
 
     teachers: those that the run has yet to keep.
     """
     own = read_model_shape(policy)
     for text, directory in _directories(config, teachers or {}).items():
         check_whole_model(directory)
+        check_code(directory, config.model.trust_remote_code)
         shape = read_model_shape(directory)
+        check_trained(shape)
         problem = vocabulary_problem(policy, directory, (own.vocabulary, shape.vocabulary))
         if problem:
             raise ConfigError(

@@ -47,7 +47,7 @@ def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     gated = bool({"intermediate_size", "moe_intermediate_size"} & set(text))
     wide = read("moe_intermediate_size", default=4 * hidden)
     tied = raw.get("tie_word_embeddings", kind in _TIED)
-    fields = {
+    fields: dict[str, Any] = {
         "model_type": kind,
         "hidden_size": hidden,
         "layers": layers,

@@ -111,7 +111,7 @@ def check_options(signature: inspect.Signature, options: Mapping[str, Any], buil
     try:
         signature.bind("directory", **{**given, **options})
     except TypeError as error:
-        known = ", ".join(name for name in [*signature.parameters][1:] if name != "progress")
+        known = ", ".join(name for name in [*signature.parameters][1:] if name not in _GIVEN)
         raise ConfigError(
             f"model.builder_options do not fit {builder!r}: {error}",
             remedy=f"use some of {known}",

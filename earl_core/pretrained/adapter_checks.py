@@ -19,7 +19,7 @@ from earl_core.pretrained.adapter_directory import (
     read_adapter_config,
 )
 from earl_core.pretrained.model_directory import read_header, read_model_shape, tensor_shapes
-from earl_core.pretrained.weight_digest import stored_digest
+from earl_core.pretrained.weight_digest import adapted_files, stored_digest
 from earl_core.system.errors import ConfigError
 
 _IN_A_LAYER = re.compile(r"\.\d+\..*\.weight$")
@@ -36,6 +36,7 @@ def check_adapter(model: ModelConfig) -> None:
     if model.adapter is None:
         return
     check_adaptable(model, read_model_shape(directory))
+    adapted_files(directory)
     names: list[str] = []
     if matrices := _matrices(directory):
         names, _ = chosen_matrices(model.adapter, matrices)

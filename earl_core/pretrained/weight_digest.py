@@ -27,15 +27,21 @@ def combined(tensors: Mapping[str, tuple[str, Sequence[int], str]]) -> str:
     return state.hexdigest()
 
 
+def adapted_files(directory: Path) -> list[Path]:
+    """The files with the weights that an adapter is trained beside. Raises `ConfigError` where
+    there are none."""
+    if files := weight_files(directory):
+        return files
+    raise ConfigError(
+        f"{directory} holds no safetensors weights, beside which an adapter could be trained: "
+        "copy model.safetensors into it, or correct model.path"
+    )
+
+
 def stored_digest(directory: Path) -> str:
     """The digest of the tensors in the files of a model directory, all bytes of which are read.
     Raises `ConfigError` for files that cannot be read, or none."""
-    files = weight_files(directory)
-    if not files:
-        raise ConfigError(
-            f"{directory} holds no safetensors weights, beside which an adapter could be trained: "
-            "copy model.safetensors into it, or correct model.path"
-        )
+    files = adapted_files(directory)
     now = {each: each.stat() for each in files}
     return _digest_of(tuple((each, now[each].st_mtime_ns, now[each].st_size) for each in files))
 

@@ -79,6 +79,34 @@ def test_what_workers_would_refuse_of_a_model_is_refused_by_train_and_doctor(
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layer_types": ["conv"]}, "layers of type conv"),
+        ({"model_type": "nemotron"}, "nemotron models cannot be trained"),
+        (OWN_CODE, "brings Python code of its own"),
+    ],
+)
+def test_a_reference_that_workers_would_refuse_is_refused(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    files = ("model.safetensors", "tokenizer.model")
+    write_model(tmp_path / "model", files)
+    write_model(tmp_path / "teacher", files, **settings)
+    kl = f"algorithm.kl={{coefficient: 0.1, reference: '{tmp_path / 'teacher'}'}}"
+    place = [f"model.path={tmp_path / 'model'}", f"runs_directory={tmp_path}"]
+    with pytest.raises(ConfigError, match=words):
+        preflight(load_config(CONFIG, [*place, kl]), tmp_path / "run")
+
+
+def test_an_adapter_wants_weights_that_can_be_read_in_parts(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", ("pytorch_model.bin", "tokenizer.model"))
+    place = [f"model.path={tmp_path / 'model'}", f"runs_directory={tmp_path}"]
+    preflight(load_config(CONFIG, place), tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds no safetensors weights"):
+        preflight(load_config(CONFIG, [*place, "model.adapter.rank=2"]), tmp_path / "run")
+
+
 def test_code_that_is_trusted_or_not_needed_is_no_obstacle(tmp_path: Path) -> None:
     for number, (settings, trusted) in enumerate(
         [(OWN_CODE, True), (OWN_CODE | {"model_type": "llama"}, False)]

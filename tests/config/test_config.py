@@ -111,6 +111,7 @@ class OwnLoss(PolicyLoss):
         ),
         (with_(rollout__top_p=0.9), "top_p must stay 1.0"),
         (with_(rollout__top_k=5), "top_k must stay 0"),
+        (with_(rollout__stop=["end", ""]), "rollout.stop holds an empty string"),
         (with_(rollout__temperature=0), "rollout.temperature"),
         (with_(name="../x"), "cannot be a directory"),
         (with_(algorithm={"kl": {"placement": "loss"}}), "contradict each other"),

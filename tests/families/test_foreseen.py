@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from earl_core.config.engine_models import check_layers, check_tried
+from earl_core.config.engine_models import check_trained, check_tried
 from earl_core.deployment.shapes import ModelShape
 from earl_core.system.errors import ConfigError
 from tests.families.registry import FAMILIES, SHAPE
@@ -26,8 +26,8 @@ def config_of(name: str) -> Any:
 def refused(raw: dict[str, Any], engine: str) -> bool:
     try:
         model = ModelShape.from_config(raw)
+        check_trained(model)
         check_tried(model, engine)
-        check_layers(model)
     except (ConfigError, ValueError):
         return True
     return False

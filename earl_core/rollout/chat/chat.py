@@ -87,11 +87,6 @@ class ChatTokenizer:
         self._following: SizedCache[_Key, list[int]] = SizedCache()
         self._texts: SizedCache[tuple[int, ...], str] = SizedCache()
         self._ends = self._turn_ends(texts_end)
-        if "" in stop:
-            raise ConfigError(
-                "rollout.stop holds an empty string, which would end every answer",
-                remedy="leave it out",
-            )
         asked = {text: self._single_token(text) for text in stop}
         single = [token for token in asked.values() if token is not None]
         self.stop_token_ids = tuple(dict.fromkeys([*self._ends.ids, *single]))
