@@ -93,7 +93,7 @@ def test_a_reference_that_workers_would_refuse_is_refused(
     files = ("model.safetensors", "tokenizer.model")
     write_model(tmp_path / "model", files)
     write_model(tmp_path / "teacher", files, **settings)
-    kl = f"algorithm.kl={{coefficient: 0.1, reference: '{tmp_path / 'teacher'}'}}"
+    kl = f"algorithm.kl={{placement: loss, coefficient: 0.1, reference: '{tmp_path / 'teacher'}'}}"
     place = [f"model.path={tmp_path / 'model'}", f"runs_directory={tmp_path}"]
     with pytest.raises(ConfigError, match=words):
         preflight(load_config(CONFIG, [*place, kl]), tmp_path / "run")
