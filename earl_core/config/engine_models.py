@@ -33,10 +33,15 @@ _HEAD_IS_EMBEDDING = ("cohere", "cohere2", "gemma2", "gemma3n_text")
 def check_trained(model: ModelShape) -> None:
     """Raise `ConfigError` for a model that cannot be trained, nor score what another has played."""
     check_layers(model)
-    if model.model_type in _UNTRAINED:
+    kind, window = model.model_type, model.lost_window
+    if kind in _UNTRAINED:
         raise ConfigError(
-            f"{model.model_type} models cannot be trained on packed samples, as was tried: choose "
-            "another model"
+            f"{kind} models cannot be trained on packed samples, as was tried: choose another model"
+        )
+    if window:
+        raise ConfigError(
+            f"{kind} models cannot be trained on packed samples: their layers do not hand on their "
+            f"sliding window of {window} tokens: choose a model without one"
         )
 
 

@@ -63,8 +63,11 @@ def shape_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     if inputs := read("hidden_size_per_layer_input", default=0, least=0):  # Gemma 3n and 4
         fields["layer_input_size"] = inputs
     mixers = _mixers(read, kind, layers)
-    if other := _other_layers(read, kind, fields["max_positions"], "states" in mixers):
+    if other := _other_layers(read, "states" in mixers):
         fields["other_layers"] = other
+    window = read("sliding_window", default=0, least=0)
+    if kind in _LOST_WINDOWS and window < fields["max_positions"]:
+        fields["lost_window"] = window
     found = fields | _mixture(read, kind, layers) | mixers
     if len(found) > len(fields):
         # Of plain models these are left out: under 0.1 % of their parameters.
@@ -174,7 +177,7 @@ def _layers_with_state(read: _Numbers, layers: int) -> int:
     return sum(each == "linear_attention" for each in kinds[:layers])
 
 
-def _other_layers(read: _Numbers, kind: str, positions: int, with_states: bool) -> tuple[str, ...]:
+def _other_layers(read: _Numbers, with_states: bool) -> tuple[str, ...]:
     """Name the types of layers that neither attend to what came before or to a window of it, nor
     have the state of a gated delta rule."""
     kinds = read.text.get("layer_types")
@@ -184,9 +187,6 @@ def _other_layers(read: _Numbers, kind: str, positions: int, with_states: bool) 
         found.add("chunked_attention")
     if read("index_topk", "indexer_budget", default=0, least=0):
         found.add("indexed_attention")
-    window = read("sliding_window", default=0, least=0)
-    if kind in _LOST_WINDOWS and 0 < window < positions:
-        found.add("sliding_attention")
     return tuple(sorted(found))
 
 

@@ -59,6 +59,9 @@ class ModelShape(Settings):
     other_layers: tuple[str, ...] = Field(
         default=(), description="Types of layers that nothing here computes."
     )
+    lost_window: int = Field(
+        default=0, description="Tokens of a sliding window that layers do not hand on; 0: none."
+    )
     latent: LatentShape | None = Field(
         default=None, description="Queries, keys and values are made of latents."
     )

@@ -55,7 +55,7 @@ OWN_CODE = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine
         ({"layer_types": ["linear_attention"]}, "seed=1", "layers of type linear_attention"),
         ({"layer_types": ["chunked_attention"]}, "seed=1", "layers of type chunked_attention"),
         ({"index_topk": 4}, "seed=1", "layers of type indexed_attention"),
-        ({"model_type": "phimoe", "sliding_window": 9}, "seed=1", "of type sliding_attention"),
+        ({"model_type": "phimoe", "sliding_window": 9}, "seed=1", "sliding window of 9 tokens"),
         ({"model_type": "nemotron"}, "seed=1", "nemotron models cannot be trained on packed"),
         ({"model_type": "opt"}, "rollout.engine=torch", "set rollout.engine=vllm"),
         ({"model_type": "mine"}, "seed=1", "knows no models of type 'mine'"),

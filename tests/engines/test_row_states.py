@@ -181,8 +181,11 @@ def test_a_released_directory_plays_its_text_alone(tmp_path: Path) -> None:
 
 
 def test_states_of_another_rule_are_refused(tmp_path: Path) -> None:
-    build("MiniMax").save_pretrained(tmp_path)
+    model = build("MiniMax")
     with pytest.raises(ConfigError, match="another state than that of a gated"):
+        row_states.RowStates(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="layers of type linear_attention, which neither"):
         _start(tmp_path)
 
 
