@@ -27,7 +27,8 @@ _TIED = (
     *("zamba2", "zaya"),
 )
 """Model types whose output layer is the embeddings where their configuration says nothing of it."""
-_LAYERS = ("full_attention", "sliding_attention")
+_LAYERS = ("full_attention", "sliding_attention", "attention")
+"""Types of layers that attend to what came before, the last under the name of older files."""
 _LOST_WINDOWS = ("phimoe",)
 """Model types whose layers do not hand on their sliding window."""
 
@@ -180,7 +181,7 @@ def _layers_with_state(read: _Numbers, layers: int) -> int:
 def _other_layers(read: _Numbers, with_states: bool) -> tuple[str, ...]:
     """Name the types of layers that neither attend to what came before or to a window of it, nor
     have the state of a gated delta rule."""
-    kinds = read.text.get("layer_types")
+    kinds = read.text.get("layer_types", read.text.get("layers_block_type"))
     found = {str(each) for each in kinds} if isinstance(kinds, list) else set()
     found -= {*_LAYERS, *(("linear_attention",) if with_states else ())}
     if kinds is None and read("attention_chunk_size", default=0, least=0):  # Llama 4

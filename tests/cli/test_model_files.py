@@ -52,6 +52,7 @@ OWN_CODE = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine
     ("settings", "override", "words"),
     [
         ({"layer_types": ["conv"]}, "seed=1", "layers of type conv, which neither"),
+        ({"layers_block_type": ["attention", "mamba"]}, "seed=1", "layers of type mamba, which"),
         ({"layer_types": ["linear_attention"]}, "seed=1", "layers of type linear_attention"),
         ({"layer_types": ["chunked_attention"]}, "seed=1", "layers of type chunked_attention"),
         ({"index_topk": 4}, "seed=1", "layers of type indexed_attention"),
@@ -105,6 +106,12 @@ def test_an_adapter_wants_weights_that_can_be_read_in_parts(tmp_path: Path) -> N
     preflight(load_config(CONFIG, place), tmp_path / "run")
     with pytest.raises(ConfigError, match="holds no safetensors weights"):
         preflight(load_config(CONFIG, [*place, "model.adapter.rank=2"]), tmp_path / "run")
+
+
+def test_layers_that_attend_have_two_names(tmp_path: Path) -> None:
+    files = ("model.safetensors", "tokenizer.model")
+    write_model(tmp_path / "model", files, layer_types=["attention", "sliding_attention"])
+    preflight(load_config(CONFIG, [f"model.path={tmp_path / 'model'}"]), tmp_path / "run")
 
 
 def test_code_that_is_trusted_or_not_needed_is_no_obstacle(tmp_path: Path) -> None:
