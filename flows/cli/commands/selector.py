@@ -59,6 +59,15 @@ PlannedContext = Annotated[
     ),
 ]
 
+PlannedAdapter = Annotated[
+    int | None,
+    typer.Option(
+        "--adapter",
+        min=1,
+        max=512,
+        help="Rank of a low-rank adapter that is trained in place of the model, such as 16.",
+    ),
+]
 PlannedRun = Annotated[
     str | None,
     typer.Argument(
@@ -109,15 +118,7 @@ def plan(
         bool, typer.Option("--reference", help="Plan a reference model (KL penalty), too.")
     ] = False,
     staleness: PlannedStaleness = 0,
-    adapter: Annotated[
-        int | None,
-        typer.Option(
-            "--adapter",
-            min=1,
-            max=512,
-            help="Rank of a low-rank adapter that is trained in place of the model, such as 16.",
-        ),
-    ] = None,
+    adapter: PlannedAdapter = None,
     memory: MemoryFormulas = False,
     overrides: Overrides = None,
     run_code: CodeRuns = False,
