@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from earl_core.secrets import redactor
 from tests.shared import made_once, sweep_memory
 
 if TYPE_CHECKING:
@@ -96,6 +97,16 @@ def own_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_secrets() -> Iterator[None]:
+    """What a module hides in its process, those after it show."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redactor, "_known", redactor._known)
+        patch.setattr(redactor, "_rules", dict(redactor._rules))
+        yield
+    redactor._changed.cache_clear()
 
 
 @pytest.fixture
